@@ -1,0 +1,5 @@
+import sys
+
+from specpipe.cli import main
+
+sys.exit(main())

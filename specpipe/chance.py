@@ -1,0 +1,50 @@
+"""The randomness of one request: three independent streams, for drafting, accepting and drawing.
+
+The streams depend on the seed and the request only (its prompt, and its number among equal prompts), so a request's
+text does not depend on its neighbours. Proposers and samplers ask for decisions, not for numbers; whoever
+wants the exact law of the output instead of one sample passes an object with the same methods that explores every
+decision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from specpipe import distribution
+
+
+class Chance:
+    """Decisions of one request, reproducible from `seed`, `prompt_ids` and `repeat`.
+
+    Args:
+        seed: of the run.
+        prompt_ids: of the request.
+        repeat: how many equal prompts came before this one in the run.
+    """
+
+    def __init__(self, seed: int, prompt_ids: Sequence[int] = (), repeat: int = 0) -> None:
+        request = f"{seed}/{repeat}/{','.join(map(str, prompt_ids))}"
+        self._drafting, self._accepting, self._drawing = (
+            random.Random(hashlib.sha256(f"{stream}/{request}".encode()).digest())
+            for stream in ("drafting", "accepting", "drawing")
+        )
+
+    def propose(self, q: Tensor) -> int:
+        """A draft token from the law q, [V]."""
+        return distribution.draw(q, self._drafting.random())
+
+    def passes(self, p: float, q: float) -> bool:
+        """True with probability min(1, p/q). Strict and without division: p = 0 never passes, p >= q always does."""
+        return self._accepting.random() * q < p
+
+    def draw(self, law: Tensor) -> int:
+        """An emitted token from `law`, [V], which need not sum to one."""
+        return distribution.draw(law, self._drawing.random())
+
+    def uniforms(self, k: int) -> tuple[list[float], float]:
+        """The numbers behind k calls of `passes` and one of `draw`, for acceptance on a device."""
+        return [self._accepting.random() for _ in range(k)], self._drawing.random()

@@ -1,0 +1,1 @@
+"""One module per command: from config to objects to result.json."""

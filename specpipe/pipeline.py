@@ -1,0 +1,183 @@
+"""The decoding loop. Proposer, verifier and sampler meet here and nowhere else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence as Items
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specpipe.chance import Chance
+from specpipe.clock import StepClock
+from specpipe.distribution import Rows
+from specpipe.draft import ContractError, Draft
+from specpipe.errors import UserError, integer
+from specpipe.proposers import Proposer
+from specpipe.samplers import Sampler
+from specpipe.sequence import Sequence, Step
+from specpipe.settings import GenerationSettings
+from specpipe.stats import Completion, completion
+from specpipe.text import Piece, TextCodec
+
+
+class Pipeline:
+    """Decodes prompts: proposer x verifier x sampler.
+
+    Args:
+        verifier: the target behind one call (`score`, `roll_back`, `target`, `device`).
+        proposer: who guesses.
+        sampler: who accepts.
+        settings: how tokens are drawn and when a request ends.
+        num_speculative_tokens: gamma, the longest draft of a step; 0 is plain decoding.
+        seed: of the run; a request's randomness depends on it and on the request alone.
+        chat: apply the tokenizer's chat template; None applies it if there is one.
+    """
+
+    def __init__(
+        self,
+        *,
+        verifier: Any,
+        proposer: Proposer,
+        sampler: Sampler,
+        settings: GenerationSettings,
+        num_speculative_tokens: int = 5,
+        seed: int = 0,
+        chat: bool | None = None,
+    ) -> None:
+        self.verifier = verifier
+        self.proposer = proposer
+        self.sampler = sampler
+        self.settings = settings
+        self.gamma = integer("num_speculative_tokens", num_speculative_tokens, 0)
+        self.seed = integer("seed", seed, 0)
+        self.text = TextCodec(verifier.target.tokenizer, chat)
+
+    def step(self, sequences: list[Sequence]) -> list[Step]:
+        """One round for B requests: propose, verify, accept, commit, roll back. One pass of the target."""
+        clock = StepClock(self.verifier.device)
+        first = not sequences[0].steps  # this pass also reads the prompt
+        with clock.part("draft"):
+            k = [sequence.room(self.gamma) for sequence in sequences]
+            draft = self._checked(self.proposer.propose(sequences, k), k)  # x [B, K] ~ q [B, K, V]
+        with clock.part("prefill" if first else "verify"):
+            logits = self.verifier.score(sequences, draft)  # B x [k + 1, V]
+        with clock.part("accept"):
+            verdicts = self._accept(sequences, draft, logits)  # B x (x_1 .. x_n, y; beta_1 .. beta_n+1)
+        steps = [
+            sequence.commit(block, k, betas, prefill=first)
+            for sequence, k, (block, betas) in zip(sequences, draft.lengths, verdicts, strict=True)
+        ]
+        self.verifier.roll_back(sequences)
+        seconds = clock.stop()
+        for step in steps:
+            step.seconds = seconds
+        return steps
+
+    def decode(self, sequence: Sequence) -> Iterator[Step]:
+        """Steps of one request until it is finished."""
+        while sequence.finish_reason is None:
+            yield self.step([sequence])[0]
+
+    def sequences(self, prompts: Items[str | Items[int]]) -> list[Sequence]:
+        """Requests for texts or token ids, checked against the target's limits before anything is decoded."""
+        target = self.verifier.target
+        seen: Counter[tuple[int, ...]] = Counter()
+        made = []
+        for number, prompt in enumerate(prompts):
+            ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            try:
+                made.append(
+                    Sequence(
+                        ids,
+                        self.settings,
+                        stop_ids=self.settings.stop_ids(target.eos_ids),
+                        context=target.context,
+                        chance=Chance(self.seed, ids, repeat=seen[tuple(ids)]),
+                    )
+                )
+            except UserError as error:
+                raise error if len(prompts) == 1 else UserError(f"number {number}: {error.message}", key=error.key)
+            seen[tuple(ids)] += 1
+        return made
+
+    def generate(self, prompts: str | Items[str | Items[int]]) -> list[Completion]:
+        """Decode each prompt to its end.
+
+        Args:
+            prompts: one text, or several texts or lists of token ids (taken as they are, without chat template).
+
+        Raises:
+            UserError: for an empty prompt or one that does not fit the target's context.
+        """
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        done = []
+        for prompt, sequence in zip(asked, self.sequences(asked), strict=True):
+            for _ in self.decode(sequence):
+                pass
+            done.append(completion(prompt, sequence, self.text.decode(sequence.new_tokens), self.gamma))
+        return done
+
+    def stream(self, prompt: str | Items[int]) -> Iterator[Piece]:
+        """Text as it is emitted, each piece with the kind of token that completed it; never half a character."""
+        sequence = self.sequences([prompt])[0]
+        pieces = self.text.pieces()
+        for step in self.decode(sequence):
+            yield from pieces.push(step)
+        yield from pieces.flush()
+
+    def _checked(self, draft: Draft, asked: list[int]) -> Draft:
+        name = type(self.proposer).__name__
+        if len(draft.lengths) != len(asked) or any(k > limit for k, limit in zip(draft.lengths, asked, strict=False)):
+            raise ContractError(f"{name} returned drafts of {draft.lengths} tokens where at most {asked} were asked")
+        return draft
+
+    def _accept(self, sequences: list[Sequence], draft: Draft, logits: list[Tensor]) -> list[tuple[list[int], list[float]]]:
+        try:
+            if self.verifier.device.type != "cpu" and hasattr(self.sampler, "accept_on_device"):
+                return _accept_on_device(self.sampler, sequences, draft, logits)
+            return [_accept_row(self.sampler, s, draft, b, logits[b]) for b, s in enumerate(sequences)]
+        except ContractError as error:
+            raise ContractError(f"{type(self.proposer).__name__}: {error}") from None
+
+
+def _accept_row(
+    sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits: Tensor
+) -> tuple[list[int], list[float]]:
+    """(accepted drafts and the token behind them, beta of each verified place)."""
+    x, q = draft.row(b)
+    if any(not 0 <= token < logits.shape[-1] for token in x):
+        raise ContractError(f"proposed {x}, but the target's ids end at {logits.shape[-1] - 1}")
+    p = Rows(logits, sequence.settings)
+    n, y = sampler.accept(x, p, q, sequence.chance)
+    betas = [
+        (p[i][x[i]] if q is None else torch.minimum(p[i], q[i]).sum()).item() for i in range(min(n + 1, len(x)))
+    ]
+    return [*x[:n], y], betas
+
+
+def _accept_on_device(
+    sampler: Any, sequences: list[Sequence], draft: Draft, logits: list[Tensor]
+) -> list[tuple[list[int], list[float]]]:
+    """As `_accept_row` for every row, with a single read by the host: [B, 2 + 2K] of count, next token, drafts, betas."""
+    table = logits[0].new_zeros(len(sequences), 2 + 2 * max([*draft.lengths, 0]), dtype=torch.float64)
+    for b, sequence in enumerate(sequences):
+        k = draft.lengths[b]
+        x = draft.tokens[b, :k].to(table.device)
+        p = Rows(logits[b], sequence.settings).all()
+        q = None if draft.probs is None else draft.probs[b, :k]
+        u, v = sequence.chance.uniforms(k)
+        u_v = torch.tensor([*u, v], dtype=torch.float64, device=table.device)
+        table[b, :2] = sampler.accept_on_device(x, p, q, u_v[:k], u_v[k])
+        table[b, 2 : 2 + k] = x
+        table[b, 2 + k : 2 + 2 * k] = p[range(k), x] if q is None else torch.minimum(p[:k], q).sum(-1)
+    verdicts = []
+    for (n, y, *rest), k, row in zip(table.tolist(), draft.lengths, logits, strict=True):
+        if n < 0:
+            raise ContractError("a token was proposed although its q is 0")
+        if y >= row.shape[-1]:
+            raise FloatingPointError("a law cannot be drawn from: NaN or overflow in the logits")
+        x_accepted = [int(token) for token in rest[: int(n)]]
+        verdicts.append(([*x_accepted, int(y)], rest[k : k + min(int(n) + 1, k)]))
+    return verdicts

@@ -1,0 +1,108 @@
+"""What one request owns: its tokens, limits, stop state, randomness and the record of its steps.
+
+It knows where a block of tokens must end; it knows nothing of models, caches or acceptance rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence as Tokens
+from dataclasses import dataclass, field
+
+from specpipe.chance import Chance
+from specpipe.errors import UserError
+from specpipe.settings import GenerationSettings
+
+
+@dataclass
+class Step:
+    """One propose - verify - accept round. Counts are those of what was emitted (theory.md section 1).
+
+    drafted (k_s) tokens were scored, the first `accepted` (N_s) of them emitted, then `extra` (0 or 1) more.
+    `overlaps` holds sum_x min(p, q) of each verified position; `seconds` the time by part.
+    """
+
+    drafted: int
+    accepted: int
+    tokens: list[int]
+    overlaps: list[float]
+    prefill: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def extra(self) -> int:
+        return len(self.tokens) - self.accepted
+
+    @property
+    def kinds(self) -> list[str]:
+        """For each emitted token: accepted, then correction or bonus; plain where nothing was drafted."""
+        last = "plain" if self.drafted == 0 else "bonus" if self.accepted == self.drafted else "correction"
+        return ["accepted"] * self.accepted + [last] * self.extra
+
+
+class Sequence:
+    """One request while it is decoded.
+
+    Args:
+        prompt: token ids, at least one.
+        settings: how to draw and when to end.
+        stop_ids: ids that end the request.
+        context: positions the target has, or None if it has no limit.
+        chance: the request's randomness.
+
+    Raises:
+        UserError: for an empty prompt, and for one longer than the context.
+    """
+
+    def __init__(
+        self,
+        prompt: Tokens[int],
+        settings: GenerationSettings,
+        *,
+        stop_ids: Collection[int] = (),
+        context: int | None = None,
+        chance: Chance,
+    ) -> None:
+        if not prompt:
+            raise UserError("the prompt has no tokens; there is nothing to continue.", key="prompt")
+        if context is not None and len(prompt) > context:
+            raise UserError(f"{len(prompt)} tokens do not fit the target's context of {context}.", key="prompt")
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.settings = settings
+        self.stop_ids = frozenset(stop_ids)
+        self.chance = chance
+        self.steps: list[Step] = []
+        self._ends = self._limits(settings.max_new_tokens, context)
+        self.finish_reason: str | None = self._limit_reached()
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def room(self, wanted: int) -> int:
+        """How many drafts the next step may score: never so many that a limit would cut the block."""
+        return max(0, min(wanted, min(end for end, _ in self._ends) - len(self.tokens) - 1))
+
+    def commit(self, block: Tokens[int], drafted: int, overlaps: Tokens[float], *, prefill: bool = False) -> Step:
+        """Take a step's tokens, the accepted drafts and one more, up to the first stop or limit inside the block."""
+        emitted: list[int] = []
+        for token in block:
+            emitted.append(token)
+            self.tokens.append(token)
+            self.finish_reason = "stop" if token in self.stop_ids else self._limit_reached()
+            if self.finish_reason:
+                break
+        accepted = min(len(block) - 1, len(emitted))
+        verified = min(drafted, len(emitted))
+        self.steps.append(Step(drafted, accepted, emitted, list(overlaps[:verified]), prefill))
+        return self.steps[-1]
+
+    def _limits(self, max_new_tokens: int | None, context: int | None) -> list[tuple[int, str]]:
+        limits = [] if max_new_tokens is None else [(self.prompt_length + max_new_tokens, "length")]
+        limits += [] if context is None else [(context, "context")]
+        if not limits:
+            raise UserError("null needs a target with a context limit; this one states none.", key="max_new_tokens")
+        return limits
+
+    def _limit_reached(self) -> str | None:
+        return next((reason for end, reason in self._ends if len(self.tokens) >= end), None)

@@ -1,0 +1,291 @@
+"""The wandb run of one `decode` job: one class owns it, and nothing it does can break or hold up a decode.
+
+Knows wandb and the shape of result.json. Knows nothing about models, Hydra or the file result.json, and computes no
+number: what it logs was measured elsewhere. wandb is imported when the run starts, never before.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, Literal
+
+from specpipe.errors import UserError, choice
+
+INIT_SECONDS = 20.0  # wandb's own limit for an answer of its server
+START_SECONDS = 60.0  # importing wandb, starting its service process, and the above
+LOG_SECONDS = 10.0  # a healthy call takes about 1 ms
+FINISH_SECONDS = 30.0
+ABANDON_SECONDS = 3.0
+TEXT_LIMIT = 2000  # characters of a prompt or a text in the table
+
+
+class NoRun:
+    """Stands in for `WandbRun` where no run is wanted: writes nothing, imports nothing."""
+
+    def start(self, command: str, config: Mapping[str, Any], folder: Path) -> None:
+        """Nothing is started."""
+
+    def log_request(self, index: int, request: Mapping[str, Any], num_spec_tokens: int) -> None:
+        """Nothing is logged."""
+
+    def finish(self, result: Mapping[str, Any], exit_code: int) -> None:
+        """Nothing is left to finish."""
+
+
+class WandbRun:
+    """The wandb run of one job: `start`, `log_request` after each request, `finish` in any case.
+
+    After `start` no method raises, whatever wandb does. The first failure prints one line to stderr and ends the
+    tracking of this job. The environment variable WANDB_MODE can only make a run more private: `disabled` and
+    `offline` win over `online`, `online` does not win over `offline`.
+
+    Args:
+        mode: offline (files below the run's folder, no network) or online.
+        project: the wandb project.
+        entity: user or team that owns the project; None is wandb's default.
+        name: name of the run; None lets wandb invent one.
+        group: runs of one group are shown together.
+        tags: words to filter runs by.
+
+    Raises:
+        UserError: naming the key, the value and what is allowed.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str,
+        project: str,
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        self._mode = choice("mode", mode, ("offline", "online"))
+        self._project = _label("project", project, without="/\\#?%:")
+        self._entity = None if entity is None else _label("entity", entity)
+        self._name = None if name is None else _label("name", name)
+        self._group = None if group is None else _label("group", group)
+        self._tags = _labels("tags", tags)
+        self._run: Any = None  # None: not started, failed, or finished
+
+    def start(self, command: str, config: Mapping[str, Any], folder: Path) -> None:
+        """Begins a run of its own in `folder`/wandb; a run that an earlier job left open is finished first.
+
+        Args:
+            command: the specpipe command; becomes wandb's job type.
+            config: the resolved configuration.
+            folder: the run's folder.
+        """
+        if os.environ.get("WANDB_MODE") != "disabled":
+            self._run = self._guard(lambda: self._open(command, config, folder), START_SECONDS)
+
+    def log_request(self, index: int, request: Mapping[str, Any], num_spec_tokens: int) -> None:
+        """Logs the numbers of one finished request, on an axis of their own: `request/index`.
+
+        Args:
+            index: position of the request in the run, from 0.
+            request: the request as it stands in result.json, with `alpha`, `tokens_per_s`, `tokens_per_target_pass`.
+            num_spec_tokens: drafted tokens per step that were asked for.
+        """
+        run = self._run
+        if run is not None:
+            self._guard(lambda: run.log(_metrics(index, request, num_spec_tokens)), LOG_SECONDS)
+
+    def finish(self, result: Mapping[str, Any], exit_code: int) -> None:
+        """Logs the table of requests, the two charts and the summary, and ends the run.
+
+        Args:
+            result: the content of result.json; after an interruption, as much of it as there is.
+            exit_code: 0 marks the run finished, anything else failed.
+        """
+        run, self._run = self._run, None
+        if run is not None:
+            self._guard(lambda: _close(run, result, exit_code), FINISH_SECONDS)
+
+    def _open(self, command: str, config: Mapping[str, Any], folder: Path) -> Any:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK):  # wandb would quietly write to /tmp instead
+            raise PermissionError(f"{folder} is not writable")
+        import wandb
+
+        mode = self._mode_in_force()
+        # For the whole process, because wandb's login prompt and its telemetry read the process-wide settings:
+        # silent never prompts, and offline sends nothing.
+        wandb.setup(wandb.Settings(mode=mode, silent=True))
+        run = wandb.init(
+            project=self._project,
+            entity=self._entity,
+            name=self._name,
+            group=self._group,
+            tags=self._tags,
+            job_type=command,
+            config=_plain(config),
+            dir=str(folder),
+            mode=mode,
+            reinit="finish_previous",
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=INIT_SECONDS,
+                disable_code=True,
+                disable_git=True,
+                allow_offline_artifacts=False,  # they would go to ~/.local/share/wandb; the tables stay in the folder
+                x_disable_machine_info=True,  # provenance.json has it; a monitor would run inside what is measured
+            ),
+        )
+        run.define_metric("request/index")
+        run.define_metric("request/*", step_metric="request/index")
+        return run
+
+    def _mode_in_force(self) -> Literal["offline", "online"]:
+        """`online` only where nobody asked for `offline` (`dryrun` is wandb's old word for it)."""
+        private = self._mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
+        return "offline" if private else "online"
+
+    def _guard(self, call: Callable[[], Any], seconds: float) -> Any:
+        """The one way to wandb: what `call` returns, or None after the one warning of this run.
+
+        `call` runs in a thread, so that a service that is dead, stopped or without a network cannot hold up the
+        decode; a KeyboardInterrupt reaches the main thread and passes through.
+        """
+        value, problem = _within(seconds, call)
+        if problem is None:
+            return value
+        self._run = None
+        print(f"wandb: {_reason(problem)} - decoding goes on without it", file=sys.stderr, flush=True)
+        _within(ABANDON_SECONDS, _abandon)
+        return None
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What `call` returned and what it raised; a TimeoutError when it is still at work after `seconds`."""
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as problem:  # wandb also raises SystemExit
+            outcome.append((None, problem))
+
+    thread = threading.Thread(target=work, name="specpipe-wandb", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcome[0] if outcome else (None, TimeoutError(f"no answer within {seconds:g} s"))
+
+
+def _abandon() -> None:
+    """Drops wandb's session: the next job gets a new service process, and no exit hook waits for the dead one."""
+    import wandb
+
+    wandb.teardown(exit_code=1)
+
+
+def _reason(problem: BaseException) -> str:
+    first = str(problem).strip().split("\n", 1)[0].rstrip(".")
+    return f"{first[:300]} ({type(problem).__name__})" if first else type(problem).__name__
+
+
+def _label(key: str, value: Any, *, without: str = "", longest: int = 128) -> str:
+    """`value` as a text that wandb takes; a number is a text too, so that `wandb.name=7` works."""
+    is_text = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    if not is_text or not 0 < len(str(value).strip()) <= longest or set(without) & set(str(value)):
+        unwanted = f" without any of {' '.join(without)}" if without else ""
+        raise UserError(f"{value!r} is not a text of 1 to {longest} characters{unwanted}.", key=key)
+    return str(value)
+
+
+def _labels(key: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise UserError(f"{value!r} is not a list of words such as [ngram,cpu].", key=key)
+    return tuple(_label(key, item, longest=64) for item in value)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as nested dicts, lists, numbers, texts and None: all that wandb shows as it is."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (Sequence, Set)) and not isinstance(value, bytes):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def _metrics(index: int, request: Mapping[str, Any], num_spec_tokens: int) -> dict[str, Any]:
+    counts = request.get("spec_decode") or {}
+    values = {
+        "index": index,
+        "num_spec_tokens": num_spec_tokens,
+        "new_tokens": len(request.get("token_ids") or ()),
+        "alpha": request.get("alpha"),
+        "draft_acceptance_rate": counts.get("draft_acceptance_rate"),
+        "mean_acceptance_length": counts.get("mean_acceptance_length"),
+        "tokens_per_s": request.get("tokens_per_s"),
+        "tokens_per_target_pass": request.get("tokens_per_target_pass"),
+        **{f"{phase}_s": seconds for phase, seconds in (request.get("timing") or {}).items()},
+    }
+    return {f"request/{key}": value for key, value in values.items() if value is not None}
+
+
+def _close(run: Any, result: Mapping[str, Any], exit_code: int) -> None:
+    summary = result.get("summary") or {}
+    counts = summary.get("spec_decode") or {}
+    shown = {
+        "requests": _request_table(result.get("requests") or ()),
+        "per_position_acceptance": _bars("position", "acceptance", counts.get("per_position_acceptance"), first=1),
+        "acceptance_histogram": _bars("accepted", "steps", counts.get("acceptance_histogram"), first=0),
+    }
+    if shown := {key: value for key, value in shown.items() if value is not None}:
+        run.log(shown)
+    run.summary.update(_flat(summary))
+    run.finish(exit_code=exit_code)
+
+
+def _request_table(requests: Sequence[Mapping[str, Any]]) -> Any:
+    if not requests:
+        return None
+    import wandb
+
+    rows = [_request_row(index, request) for index, request in enumerate(requests)]
+    return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+
+
+def _request_row(index: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    counts = request.get("spec_decode") or {}
+    return {
+        "index": index,
+        "prompt": str(request.get("prompt", ""))[:TEXT_LIMIT],
+        "text": str(request.get("text", ""))[:TEXT_LIMIT],
+        "finish_reason": str(request.get("finish_reason")),
+        "new_tokens": len(request.get("token_ids") or ()),
+        "alpha": request.get("alpha"),
+        "draft_acceptance_rate": counts.get("draft_acceptance_rate"),
+        "mean_acceptance_length": counts.get("mean_acceptance_length"),
+        "tokens_per_s": request.get("tokens_per_s"),
+    }
+
+
+def _bars(label: str, value: str, heights: Sequence[float | None] | None, *, first: int) -> Any:
+    """A bar chart of `heights`, numbered from `first`; None when there is nothing to show."""
+    rows = [[str(n), height] for n, height in enumerate(heights or (), first) if height is not None]
+    if not rows:
+        return None
+    import wandb
+
+    return wandb.plot.bar(wandb.Table(columns=[label, value], data=rows), label, value, title=f"{value} by {label}")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested numbers under keys such as `spec_decode/draft_acceptance_rate`; what is None is left out."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}/"))
+        elif value is not None:
+            flat[f"{prefix}{key}"] = _plain(value)
+    return flat

@@ -1,0 +1,42 @@
+"""The verifier that runs the target's own `transformers` modules, op by op."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specpipe.draft import Draft
+from specpipe.errors import flag
+from specpipe.sequence import Sequence
+from specpipe.verifier.linear import pack_linears
+from specpipe.verifier.reader import Reader
+from specpipe.verifier.support import plain_logits, refuse_unsupported, rehearse
+from specpipe.verifier.targets import Target
+
+
+class EagerVerifier:
+    """The target behind one call.
+
+    Args:
+        target: the model whose law is kept.
+        prepack: on a CPU, pack the linear layers' weights once (see `linear.py`); same results up to rounding.
+
+    Raises:
+        UserError: if the target's layers cannot be rolled back.
+    """
+
+    def __init__(self, target: Target, *, prepack: bool = True) -> None:
+        refuse_unsupported(target.model)
+        expected = plain_logits(target.model)
+        self.target = target
+        self.packed = pack_linears(target.model) if flag("prepack", prepack) else 0
+        self._reader = Reader(target.model)
+        self.device = self._reader.device
+        rehearse(self._reader, expected)
+
+    def score(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
+        """Row b: logits [k_b + 1, V] at the places of its k_b drafts and behind them."""
+        return self._reader.read(sequences, draft)
+
+    def roll_back(self, sequences: list[Sequence]) -> None:
+        """Call after committing: the cache forgets what was scored and not committed."""
+        self._reader.roll_back(sequences)

@@ -1,0 +1,95 @@
+"""A model with a cache that follows a set of requests: it reads the tokens it has not read yet.
+
+One rule for targets and draft models alike, so whoever was idle for some steps, or has not seen the last accepted
+token, catches up by itself. It knows tokens and rows; it does not know who is asking or why.
+"""
+
+from __future__ import annotations
+
+import inspect
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from specpipe.draft import Draft
+from specpipe.sequence import Sequence
+from specpipe.verifier.cache import RowCache
+
+
+class Reader:
+    """Reads requests with `model` and remembers what it has read. Row b belongs to the b-th sequence of a call.
+
+    Args:
+        model: a decoder-only causal LM of `transformers`, in eval mode.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._narrow_head = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layers = model.config.get_text_config().num_hidden_layers
+        self._owners: list[ref[Sequence]] = []
+        self.cache = RowCache(self._layers)
+
+    def read(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
+        """Read what each sequence has that its row has not, and the draft behind it, in one pass.
+
+        Returns:
+            For row b the logits of its last `draft.lengths[b] + 1` positions, [k_b + 1, V]: the laws at the places
+            of the k_b drafts and the one behind them.
+        """
+        self._seat(sequences)
+        fresh = [s.tokens[n:] for s, n in zip(sequences, self.cache.lengths, strict=True)]
+        widths = [len(tokens) + k for tokens, k in zip(fresh, draft.lengths, strict=True)]
+        first = [width - k - 1 for width, k in zip(widths, draft.lengths, strict=True)]
+        columns = _union(first, widths)
+        logits = self._forward(self._inputs(fresh, draft, max(widths)), columns)  # [B, len(columns), V]
+        self.cache.lengths = [n + width for n, width in zip(self.cache.lengths, widths, strict=True)]
+        at = {column: i for i, column in enumerate(columns)}
+        return [logits[b, at[i] : at[i] + k + 1] for b, (i, k) in enumerate(zip(first, draft.lengths, strict=True))]
+
+    def roll_back(self, sequences: list[Sequence]) -> None:
+        """Forget whatever was read that was not committed: a row keeps all committed tokens but the last, pending one."""
+        for b, sequence in enumerate(sequences):
+            self.cache.lengths[b] = min(self.cache.lengths[b], len(sequence.tokens) - 1)
+
+    def _seat(self, sequences: list[Sequence]) -> None:
+        """A row whose owner changed starts empty."""
+        if len(sequences) != len(self._owners):
+            self.cache = RowCache(self._layers, len(sequences))
+            self._owners = [ref(sequence) for sequence in sequences]
+        for b, sequence in enumerate(sequences):
+            if self._owners[b]() is not sequence:
+                self._owners[b] = ref(sequence)
+                self.cache.lengths[b] = 0
+
+    def _inputs(self, fresh: list[list[int]], draft: Draft, width: int) -> Tensor:
+        """[B, width] ids: unread tokens, then drafts, then padding that no real token can see."""
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in fresh]
+        ids = torch.tensor(padded, dtype=torch.long, device=self.device)
+        for b, (tokens, k) in enumerate(zip(fresh, draft.lengths, strict=True)):
+            if k:
+                ids[b, len(tokens) : len(tokens) + k] = draft.tokens[b, :k]
+        return ids
+
+    def _forward(self, ids: Tensor, columns: list[int]) -> Tensor:
+        positions = self.cache.place(ids.shape[1], self.device)
+        keep: int | Tensor = len(columns)
+        if columns != list(range(ids.shape[1] - len(columns), ids.shape[1])):
+            keep = torch.tensor(columns, device=self.device)
+        with torch.inference_mode():
+            logits = self.model(
+                input_ids=ids,
+                attention_mask=self.cache.mask(positions),
+                position_ids=positions,
+                cache=self.cache,
+                use_cache=True,
+                **({"logits_to_keep": keep} if self._narrow_head else {}),
+            ).logits
+        return logits if self._narrow_head else logits[:, columns]
+
+
+def _union(first: list[int], widths: list[int]) -> list[int]:
+    """The columns that any row needs, ascending."""
+    return sorted({column for start, width in zip(first, widths, strict=True) for column in range(start, width)})

@@ -1,0 +1,67 @@
+"""Which models the cache can roll back, decided before the first request.
+
+Two gates: the model's own description of its layers, and a rehearsal that rolls the cache back once and compares with
+a pass that never used it. A model that fails is refused by the name of what fails; it is never decoded wrongly.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specpipe.chance import Chance
+from specpipe.draft import Draft
+from specpipe.errors import UserError
+from specpipe.sequence import Sequence
+from specpipe.settings import GenerationSettings
+from specpipe.verifier.reader import Reader
+
+# Largest difference of logits, as a share of their spread, that rounding may cause between two ways of reading the same tokens.
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+def refuse_unsupported(model: torch.nn.Module) -> None:
+    """Raise UserError, naming the layer type, if some layer keeps state that setting a length cannot undo."""
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{name} is an encoder-decoder; only decoder-only models can be a target.", key="model")
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    if not kinds and getattr(model, "_is_stateful", False):
+        kinds = {"recurrent"}
+    if not kinds and _window(config) is not None:
+        kinds = {"sliding_attention"}
+    if kinds:
+        raise UserError(f"{name} has {', '.join(sorted(kinds))} layers, which cannot be rolled back.", key="model")
+
+
+def plain_logits(model: torch.nn.Module) -> torch.Tensor:
+    """Logits [V] behind the rehearsal's text, from one pass without a cache: what `rehearse` must reproduce."""
+    ids = torch.tensor([_text(model)[:4]], device=next(model.parameters()).device)
+    with torch.inference_mode():
+        return model(input_ids=ids, use_cache=False).logits[0, -1]
+
+
+def rehearse(reader: Reader, expected: torch.Tensor) -> None:
+    """Raise UserError unless reading, rolling back and reading on gives the `expected` logits."""
+    a, b, c, d, wrong = _text(reader.model)
+    sequence = Sequence([a, b], GenerationSettings(max_new_tokens=4), chance=Chance(0))
+    reader.read([sequence], Draft.of([[c, wrong, wrong]], reader.device))
+    sequence.commit([c, d], 3, [])
+    reader.roll_back([sequence])
+    logits = reader.read([sequence], Draft.of([[]], reader.device))[0][-1]
+    error = (logits - expected).abs().max().item() / max((expected.max() - expected.min()).item(), 1e-9)
+    if not error <= ROUNDING[expected.dtype]:
+        name = type(reader.model).__name__
+        raise UserError(f"{name} does not reproduce its own logits after a roll-back (off by {error:.0%}).", key="model")
+
+
+def _text(model: torch.nn.Module) -> list[int]:
+    size = model.config.get_text_config().vocab_size
+    return [(7 * i + 3) % size for i in range(5)]
+
+
+def _window(config: object) -> int | None:
+    used = getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    return window if used and window is not None and (limit is None or window < limit) else None

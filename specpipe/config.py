@@ -6,25 +6,48 @@ keys of a component by its constructor.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib
 import inspect
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose, initialize_config_dir
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
-from hydra.utils import get_object
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobRuntime
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.version import VersionBase
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    GrammarParseError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
-from specpipe.errors import UserError, nearest
+from specpipe.errors import UserError, integer, nearest
 
 PACKAGE = Path(__file__).parent
 # In a wheel the files lie inside the package, in a checkout beside it.
 CONF = str(PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf")
+
+QUOTING = """put a value with special characters into quotes inside quotes: 'prompt="a=b, {c}"'."""
+ESCAPING = r"for the text itself write \${...}."
+
+
+def _from(low: int, default: int) -> Any:
+    return field(default=default, metadata={"low": low})
 
 
 @dataclass
@@ -40,28 +63,58 @@ class DecodeSchema:
     prompts: Any = MISSING
     wandb: Any = MISSING
     prompt: str | None = None
-    num_speculative_tokens: int = 5
-    seed: int = 0
+    num_speculative_tokens: int = _from(0, 5)
+    seed: int = _from(0, 0)
     trace: bool = False
+
+
+SCHEMAS = {"decode": DecodeSchema}
+TYPES = {"int": "a whole number", "bool": "true or false", "str | None": "a text"}
 
 
 def register_schemas() -> None:
     """Make the schemas known to Hydra, so that the YAML files can build on them."""
-    ConfigStore.instance().store(name="decode_schema", node=DecodeSchema)
+    for command, schema in SCHEMAS.items():
+        ConfigStore.instance().store(name=f"{command}_schema", node=schema)
 
 
 def compose(command: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """The resolved config of `command`, as the command line would make it.
+    """The config of `command`, as the command line would make it; checked.
 
     Raises:
         UserError: for overrides that do not fit, in one line.
     """
-    register_schemas()
+    given = list(overrides)
     try:
-        with initialize_config_dir(config_dir=CONF, version_base="1.3"):
-            return hydra_compose(command, overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, command) from error
+        config = _compose(command, given)
+    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        raise explain(error, command, given) from error
+    check(config, command, given)
+    return config
+
+
+def check(config: DictConfig, command: str, overrides: Sequence[str] = ()) -> None:
+    """Refuse what can be refused before a model is loaded: unknown, doubled and missing keys, top-level values.
+
+    Raises:
+        UserError: naming the key.
+    """
+    _refuse_doubled(overrides)
+    wanted = [each for each in dataclasses.fields(SCHEMAS[command]) if each.name != "defaults"]
+    names = [each.name for each in wanted]
+    for name in config:
+        if name not in names:  # `+name=...` on the command line passes Hydra by
+            raise UserError(f"no such key.{nearest(str(name), names)}", key=str(name))
+    for each in wanted:
+        if each.name not in config and not OmegaConf.is_missing(config, each.name):
+            raise UserError("was removed, and is needed.", key=each.name)
+        if OmegaConf.is_missing(config, each.name):  # `~proposer`
+            raise UserError(f"is needed; there are {', '.join(_options(each.name))}.", key=each.name)
+        if each.default is MISSING:
+            _refuse_unknown(config[each.name], each.name)
+        elif "low" in each.metadata:
+            integer(each.name, config[each.name], each.metadata["low"])
+    plain(config)
 
 
 def build(node: Any, key: str, **parts: Any) -> Any:
@@ -70,16 +123,11 @@ def build(node: Any, key: str, **parts: Any) -> Any:
     Raises:
         UserError: naming the key, for one that the component does not have, one that is missing, or a value it refuses.
     """
-    call = _call(node, key)
-    values = {name: value for name, value in OmegaConf.to_container(node, resolve=True).items() if name != "_target_"}
-    parameters = inspect.signature(call).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        for name in values:
-            if name not in parameters:
-                raise UserError(f"no such key; {key} has {_names(parameters)}.{nearest(name, parameters)}", key=f"{key}.{name}")
+    call, parameters = _refuse_unknown(node, key)
+    values = _values(node)
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in values and name not in parts and _named(parameter):
-            raise UserError("has no value, and needs one.", key=f"{key}.{name}")
+            raise UserError(f"has no value, and needs one: {key}.{name}=...", key=f"{key}.{name}")
     try:
         return call(**values, **parts)
     except UserError as error:
@@ -92,46 +140,202 @@ def plain(config: DictConfig) -> dict[str, Any]:
     Raises:
         UserError: for a mandatory value (`???`) that was never given, or an interpolation that leads nowhere.
     """
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise UserError("has no value, and needs one.", key=missing[0])
     try:
+        if missing := sorted(OmegaConf.missing_keys(config)):
+            raise UserError(f"has no value, and needs one: {missing[0]}=...", key=missing[0])
         return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise UserError(_first_line(error), key=error.full_key or None) from error
+        raise _wrong_value(error) from error
 
 
-def explain(error: Exception, command: str) -> UserError:
-    """One line for what Hydra or OmegaConf said in several."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    text = f"{error}\n{error.__cause__ or ''}"
-    if match := re.search(r"Could not find '([^']+)'\n\nAvailable options in '([^']+)':\n((?:\t.*\n?)+)", text):
-        path, group, listed = match.groups()
-        options = listed.split()
-        option = path.removeprefix(f"{group}/")
-        return UserError(f"no option {option!r}; there are {', '.join(options)}.{nearest(option, options)}", key=group)
-    if match := re.search(r"Could not (?:override|append to|delete from config) *'([^']+)'", text):
-        return _unknown_key(match[1], command)
-    if match := re.search(r"Key '([^']+)' is not in struct|Key '([^']+)' not in '\w+'", text):
-        return _unknown_key(getattr(cause, "full_key", None) or match[1] or match[2], command)
-    if match := re.search(r"Could not override '([^']+)'\. No match in the defaults list", text):
-        return _unknown_key(match[1], command)
-    if "LexerNoViableAltException" in text or "Error parsing override" in text or "missing EQUAL" in text:
-        override = re.search(r"Error parsing override '(.*?)'\n|See https", text, re.S)
-        what = (override[1] if override and override[1] else _first_line(error)).split("\n")[0]
-        hint = """put a value with special characters into quotes inside quotes: 'prompt="a=b, {c}"'."""
-        return UserError(f"{what!r} is not key=value as Hydra reads it; {hint}")
-    key = getattr(cause, "full_key", None) or None
-    return UserError(_first_line(cause), key=key)
+def explain(error: Exception, command: str, overrides: Sequence[str] = ()) -> UserError:
+    """One line for what Hydra, OmegaConf or a YAML reader said in several.
+
+    Args:
+        error: what was raised while composing the config, or while reading values from it.
+        command: whose config it is.
+        overrides: as typed; they tell which keys there could have been.
+    """
+    if isinstance(error, UserError):
+        return error
+    said = _explain(error, command, overrides)
+    said.__cause__ = error
+    return said
+
+
+def _explain(error: Exception, command: str, overrides: Sequence[str]) -> UserError:
+    if isinstance(error, OverrideParseException):
+        return UserError(f"{error.override!r} is not key=value as Hydra reads it; {QUOTING}")
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_option(error)
+    if isinstance(error, yaml.MarkedYAMLError):
+        place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        return UserError(f"{place}not YAML ({error.problem}).")
+    cause = next(
+        (e for e in (error, error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)), None
+    )
+    file = _quoted_after(str(error), "In ") if cause is not error else None
+    said = _refused(error, cause, command, overrides)
+    return UserError(f"{said.message} (In {file}.yaml.)", key=said.key) if file else said
+
+
+def _refused(
+    error: Exception, cause: OmegaConfBaseException | None, command: str, overrides: Sequence[str]
+) -> UserError:
+    """Where Hydra has no class for what is wrong, its words have to tell."""
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and cause.full_key:
+        return _unknown_key(cause.full_key, command, overrides)
+    if cause is not None:
+        return _wrong_value(cause)
+    text = str(error)
+    for opening in ("Could not override ", "Could not delete from config. ", "Could not delete "):
+        if key := _quoted_after(text, opening):
+            return _unknown_key(key, command, overrides)
+    if key := _quoted_after(text, "An item is already at "):
+        return UserError("is there already; leave out the +.", key=key)
+    if word := _quoted_after(text, "Ambiguous value for argument ") or _quoted_after(text, "Sweep parameters "):
+        key, _, value = word.partition("=")
+        return UserError(f"{value!r} are several values: key=[a,b] is a list, -m runs each; or {QUOTING}", key=key)
+    if "Config group override" in text:
+        for each in _parsed(overrides):
+            if _options(each.key_or_group) and not isinstance(each.value(), (str, list, dict)):
+                options = ", ".join(_options(each.key_or_group))
+                return UserError(f"{each.value()!r} is not one of {options}.", key=each.key_or_group)
+    if isinstance(error, OSError) and error.filename:
+        return UserError(f"{error.filename!r}: {error.strerror}.")
+    return UserError(_sentence(error))
+
+
+def _no_option(error: MissingConfigException) -> UserError:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    options = [str(each) for each in error.options or ()]
+    if not group:
+        return UserError(f"there is no config {option!r}.")
+    return UserError(f"no option {option!r}; there are {', '.join(options)}.{nearest(option, options)}", key=group)
+
+
+def _unknown_key(key: str, command: str, overrides: Sequence[str]) -> UserError:
+    known = sorted(_known_keys(key, command, overrides))
+    group = key.rpartition(".")[0]
+    siblings = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == group]
+    listed = f"; {group} has {_names(siblings)}" if group and not group.startswith("hydra") else ""
+    close = nearest(key, [each for each in known if not f"{key}.".startswith(f"{each}.") and "_target_" not in each])
+    return UserError(f"no such key{listed}.{close}", key=key)
+
+
+def _known_keys(key: str, command: str, overrides: Sequence[str]) -> Iterable[str]:
+    if key.split(".")[0] == "hydra":
+        return _keys(OmegaConf.create({"hydra": OmegaConf.structured(HydraConf)}))
+    groups = [each.input_line for each in _parsed(overrides) if _options(each.key_or_group)]
+    try:
+        return list(_keys(_compose(command, [line for line in groups if line])))
+    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError):  # an option from a user's own folder
+        return _keys(_compose(command, []))
+
+
+def _wrong_value(error: OmegaConfBaseException) -> UserError:
+    key = error.full_key or None
+    for schema in SCHEMAS.values():
+        for each in dataclasses.fields(schema):
+            if each.name == key and each.type in TYPES and not isinstance(error, InterpolationResolutionError):
+                return UserError(f"{error.value!r} is not {TYPES[each.type]}.", key=key)
+    is_interpolation = isinstance(error, (InterpolationResolutionError, GrammarParseError))
+    return UserError(f"{_first_line(error)}; {ESCAPING}" if is_interpolation else _sentence(error), key=key)
+
+
+def _refuse_doubled(overrides: Sequence[str]) -> None:
+    seen: dict[tuple[str, str | None], str | None] = {}
+    for each in _parsed(overrides):
+        key = (each.key_or_group, each.package)
+        if key in seen:
+            raise UserError(f"given twice: {seen[key]} and {each.input_line}.", key=each.key_or_group)
+        seen[key] = each.input_line
+
+
+def _refuse_unknown(node: Any, key: str) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
+    """What the node calls, and its parameters, which hold all of the node's keys."""
+    call = _call(node, key)
+    try:
+        parameters = inspect.signature(call).parameters
+    except ValueError:  # some builtins have none; they say themselves what they do not take
+        return call, {}
+    names = [name for name, parameter in parameters.items() if _named(parameter)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for name in _values(node, resolve=False):
+            if name not in names:
+                raise UserError(f"no such key; {key} has {_names(names)}.{nearest(name, names)}", key=f"{key}.{name}")
+    return call, parameters
 
 
 def _call(node: Any, key: str) -> Callable[..., Any]:
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise UserError("is not a component: choose an option of the group, or a YAML file with a `_target_`.", key=key)
+    path = node._target_
     try:
-        return get_object(node._target_)
+        call = _imported(str(path))
     except Exception as error:  # whatever importing a user's module raises
-        raise UserError(f"{node._target_!r} cannot be imported: {_first_line(error)}", key=f"{key}._target_") from error
+        raise UserError(f"{path!r} cannot be imported: {_sentence(error)}", key=f"{key}._target_") from error
+    if not callable(call):
+        raise UserError(f"{path!r} is a {type(call).__name__}, which cannot be called.", key=f"{key}._target_")
+    return call
+
+
+def _imported(path: str) -> Any:
+    """The object at a dotted path. Unlike Hydra's own search it lets the first error through, and logs nothing."""
+    first, *names = path.split(".")
+    found, reached = importlib.import_module(first), first
+    for name in names:
+        if not hasattr(found, name):
+            if not hasattr(found, "__path__"):
+                raise ImportError(f"{reached} has no {name!r}.{nearest(name, dir(found))}")
+            importlib.import_module(f"{reached}.{name}")
+        found, reached = getattr(found, name), f"{reached}.{name}"
+    return found
+
+
+def _compose(command: str, overrides: list[str]) -> DictConfig:
+    register_schemas()
+    with _hydra_set_aside(), initialize_config_dir(config_dir=CONF, version_base="1.3"):
+        return hydra_compose(command, overrides=overrides)
+
+
+@contextlib.contextmanager
+def _hydra_set_aside() -> Iterator[None]:
+    """Hydra composes one application at a time; the one we may be called from finds everything as it was."""
+    kinds = (GlobalHydra, VersionBase, JobRuntime)
+    before: dict[type, Singleton] = {
+        kind: Singleton._instances.pop(kind) for kind in kinds if kind in Singleton._instances
+    }
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            Singleton._instances.pop(kind, None)
+        Singleton._instances.update(before)
+
+
+def _parsed(overrides: Iterable[str]) -> list[Override]:
+    """The words that are overrides; flags of Hydra and what it could not read are left out."""
+    parser, parsed = OverridesParser.create(), []
+    for word in overrides:
+        if not word.startswith("-"):
+            with contextlib.suppress(HydraException):
+                parsed.append(parser.parse_override(word))
+    return parsed
+
+
+def _options(group: str) -> list[str]:
+    return sorted(file.stem for file in Path(CONF, group).glob("*.yaml"))
+
+
+def _values(node: DictConfig, resolve: bool = True) -> dict[str, Any]:
+    return {str(name): value for name, value in _container(node, resolve).items() if name != "_target_"}
+
+
+def _container(node: DictConfig, resolve: bool) -> dict[Any, Any]:
+    container = OmegaConf.to_container(node, resolve=resolve)
+    assert isinstance(container, dict)
+    return container
 
 
 def _named(parameter: inspect.Parameter) -> bool:
@@ -139,22 +343,28 @@ def _named(parameter: inspect.Parameter) -> bool:
 
 
 def _names(parameters: Iterable[str]) -> str:
-    return ", ".join(parameters) or "none"
+    return ", ".join(name for name in parameters if name != "_target_") or "none"
 
 
-def _unknown_key(key: str, command: str) -> UserError:
-    known = sorted(_keys(compose(command)))
-    return UserError(f"no such key.{nearest(key, known)}", key=key)
-
-
-def _keys(config: DictConfig, prefix: str = "") -> Iterable[str]:
-    for name in config:
+def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for name in map(str, config):
         yield f"{prefix}{name}"
-        child = None if OmegaConf.is_missing(config, name) else config[name]
+        child = None if OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name) else config[name]
         if isinstance(child, DictConfig):
             yield from _keys(child, f"{prefix}{name}.")
+
+
+def _quoted_after(text: str, opening: str) -> str | None:
+    """`x` where `text` holds the opening followed by 'x'."""
+    _, found, rest = text.partition(f"{opening}'")
+    return rest.partition("'")[0] if found else None
 
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def _sentence(error: BaseException) -> str:
+    line = _first_line(error)
+    return line if line.endswith((".", "?", "!")) else f"{line}."

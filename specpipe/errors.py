@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+CLOSE = 0.6  # share of common letters from which a word counts as a slip of another
+
 
 class UserError(ValueError):
     """The input is wrong and only the user can mend it; the command line prints it as one line and exits with 2.
@@ -32,12 +34,20 @@ class UserError(ValueError):
 
 
 def nearest(word: str, options: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"` when an option is close to `word`, else the empty string."""
+    """`" Did you mean 'x'?"` when an option is close to `word`, else the empty string.
+
+    A dotted option is also known by its last part: `temperature` means `generation.temperature`.
+    """
     known = list(options)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if not close:  # a leaf typed without its group, or the other way round
-        close = [option for option in known if option.rsplit(".", 1)[-1] == word.rsplit(".", 1)[-1]][:1]
+    leaves = {_leaf(option): option for option in reversed(known)}
+    close = [option for option in known if _leaf(option) == _leaf(word)]
+    close += difflib.get_close_matches(word, known, n=1, cutoff=CLOSE)
+    close += [leaves[leaf] for leaf in difflib.get_close_matches(_leaf(word), leaves, n=1, cutoff=CLOSE)]
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _leaf(option: str) -> str:
+    return option.rpartition(".")[2]
 
 
 def integer(key: str, value: Any, low: int, high: int | None = None) -> int:

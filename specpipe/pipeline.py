@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence as Items
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
@@ -133,7 +134,9 @@ class Pipeline:
             raise ContractError(f"{name} returned drafts of {draft.lengths} tokens where at most {asked} were asked")
         return draft
 
-    def _accept(self, sequences: list[Sequence], draft: Draft, logits: list[Tensor]) -> list[tuple[list[int], list[float]]]:
+    def _accept(
+        self, sequences: list[Sequence], draft: Draft, logits: list[Tensor]
+    ) -> list[tuple[list[int], list[float]]]:
         try:
             if self.verifier.device.type != "cpu" and hasattr(self.sampler, "accept_on_device"):
                 return _accept_on_device(self.sampler, sequences, draft, logits)
@@ -151,9 +154,7 @@ def _accept_row(
         raise ContractError(f"proposed {x}, but the target's ids end at {logits.shape[-1] - 1}")
     p = Rows(logits, sequence.settings)
     n, y = sampler.accept(x, p, q, sequence.chance)
-    betas = [
-        (p[i][x[i]] if q is None else torch.minimum(p[i], q[i]).sum()).item() for i in range(min(n + 1, len(x)))
-    ]
+    betas = [(p[i][x[i]] if q is None else torch.minimum(p[i], q[i]).sum()).item() for i in range(min(n + 1, len(x)))]
     return [*x[:n], y], betas
 
 

@@ -5,43 +5,73 @@ result.json is replaced as a whole, so a reader, or a run that dies, never leave
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 from specpipe import __version__
+from specpipe.errors import UserError
 from specpipe.sequence import Step
 
 SAVE_EVERY_S = 2.0
+SAVE_SHARE = 0.05  # of the time may go into saving; a long run has much to save
 PACKAGES = ("torch", "transformers", "hydra-core", "omegaconf", "wandb", "lightning", "numpy", "tokenizers")
 
 
 class RunFolder:
     """Writes what a run produces.
 
+    While the run goes on, result.json is at most about SAVE_EVERY_S behind it: not even a killed run loses more.
+
     Args:
         folder: of the run; made if missing.
         head: command, seed, target, proposer, sampler, verifier, lossless: what stays the same during the run.
+        summary: computes the `summary` block of what was decoded so far.
         trace: write trace.jsonl.
+
+    Raises:
+        UserError: if the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, head: dict[str, Any], *, trace: bool = False) -> None:
+    def __init__(
+        self, folder: Path, head: Mapping[str, Any], summary: Callable[[], dict[str, Any]], *, trace: bool = False
+    ) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self.result: dict[str, Any] = {"command": head.pop("command"), "version": __version__, **head, "requests": []}
-        self._trace: TextIO | None = (folder / "trace.jsonl").open("w", encoding="utf-8") if trace else None
-        self._saved = 0.0
-        _write_json(folder / "provenance.json", provenance())
+        self.result: dict[str, Any] = {
+            "command": head["command"],
+            "version": __version__,
+            **head,
+            "requests": [],
+            "summary": {},
+        }
+        self._summary = summary
+        self._unsaved = False
+        self._lost: str | None = None
+        self._trace: TextIO | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_json(folder / "provenance.json", provenance())
+            if trace:
+                self._trace = (folder / "trace.jsonl").open("w", buffering=1, encoding="utf-8")  # whole lines
+            self._save()
+        except OSError as error:
+            raise UserError(f"{str(folder)!r} cannot be written: {error.strerror}.", key="hydra.run.dir") from error
 
     def step(self, request: int, number: int, step: Step) -> None:
-        """One line of trace.jsonl, if it is kept."""
+        """One line of trace.jsonl, if it is kept; also the occasion to save what has been waiting for it."""
         if self._trace:
             line = {
                 "request": request,
@@ -53,21 +83,62 @@ class RunFolder:
                 "overlaps": step.overlaps,
                 "seconds": step.seconds,
             }
-            self._trace.write(json.dumps(line) + "\n")
+            with self._told_at_the_end():
+                self._trace.write(_json(line) + "\n")
+        self._save_if_due()
 
     def request(self, record: dict[str, Any]) -> None:
-        """Add a finished (or interrupted) request; saved at once, or with the next one if the last save is recent."""
+        """Add a finished or interrupted request."""
         self.result["requests"].append(record)
-        if time.monotonic() - self._saved > SAVE_EVERY_S:
-            self.save()
+        self._unsaved = True
+        self._save_if_due()
 
-    def save(self, **blocks: Any) -> None:
-        """Write result.json with everything so far and the given blocks, such as `summary`."""
-        self.result.update(blocks)
+    def finish(self) -> str | None:
+        """Save everything. A line that says what could not be saved, else None."""
+        with self._told_at_the_end():
+            self._save()
+        return self._lost
+
+    def _save_if_due(self) -> None:
+        if self._unsaved and time.monotonic() > self._next_save:
+            with contextlib.suppress(OSError):  # at the end, all of it is written again
+                self._save()
+
+    @contextlib.contextmanager
+    def _told_at_the_end(self) -> Iterator[None]:
+        """A full disk does not stop the text; `finish` tells of it."""
+        try:
+            yield
+        except OSError as error:
+            self._lost = f"not all results could be saved in {str(self.folder)!r}: {error.strerror}."
+
+    def _save(self) -> None:
+        start = time.monotonic()
+        self._next_save = start + SAVE_EVERY_S
+        self.result["summary"] = self._summary()
         _write_json(self.folder / "result.json", self.result)
-        if self._trace:
-            self._trace.flush()
-        self._saved = time.monotonic()
+        self._unsaved = False
+        now = time.monotonic()
+        self._next_save = now + max(SAVE_EVERY_S, (now - start) / SAVE_SHARE)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Holds Ctrl-C and SIGTERM back until the block is done; for the few milliseconds in which results are put away."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in handlers:
+        signal.signal(number, lambda *signal_and_frame: received.append(signal_and_frame))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[0][0])
 
 
 def provenance() -> dict[str, Any]:
@@ -76,7 +147,7 @@ def provenance() -> dict[str, Any]:
 
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command_line": shlex.join(sys.argv),
+        "command_line": _command_line(),
         "specpipe": __version__,
         "git": _git_revision(),
         "python": platform.python_version(),
@@ -91,6 +162,12 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def _command_line() -> str:
+    program, *words = sys.argv
+    started = ["python", "-m", __package__] if Path(program).name == "__main__.py" else [program]
+    return shlex.join([*started, *words])
+
+
 def _git_revision() -> str | None:
     """Revision of the checkout this file lies in, with + if it was changed; None outside of one."""
     root = Path(__file__).resolve().parent.parent
@@ -98,7 +175,11 @@ def _git_revision() -> str | None:
         return None
     try:
         answer = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--dirty=+"], cwd=root, capture_output=True, text=True, timeout=10
+            ["git", "describe", "--always", "--abbrev=40", "--dirty=+"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -114,5 +195,27 @@ def _version(package: str) -> str | None:
 
 def _write_json(file: Path, content: Any) -> None:
     half = file.with_name(f".{file.name}.{os.getpid()}")
-    half.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(half, file)
+    try:
+        # A prompt from the command line may hold bytes that are no UTF-8 (lone surrogates); JSON has escapes for them.
+        half.write_bytes(f"{_json(content, indent=2)}\n".encode(errors="backslashreplace"))
+        os.replace(half, file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            half.unlink(missing_ok=True)
+        raise
+
+
+def _json(content: Any, **layout: Any) -> str:
+    """As JSON; NaN and infinity, which JSON does not have, become null."""
+    try:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, **layout)
+    except ValueError:
+        return json.dumps(_finite(content), ensure_ascii=False, allow_nan=False, **layout)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

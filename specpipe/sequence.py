@@ -5,7 +5,8 @@ It knows where a block of tokens must end; it knows nothing of models, caches or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence as Tokens
+from collections.abc import Collection
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from specpipe.chance import Chance

@@ -7,7 +7,8 @@ None. Names and definitions are those of theory.md sections 1 and 7, the `spec_d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence as Items
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass
 from typing import Any
 

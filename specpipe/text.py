@@ -14,8 +14,9 @@ from specpipe.sequence import Step
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # how bytes read that are no character, or not yet one
 PENDING = 3  # a character has up to 4 bytes, so at most 3 of them may be waiting for the last
-WINDOW = 8  # ids re-read for each new one before the oldest are let go
-LONGEST_WINDOW = 64
+WINDOW = 14  # ids re-read for each new one before the oldest are let go
+KEPT = 12  # of them: enough that broken bytes, up to 3 to a U+FFFD, are more than what is waiting
+LONGEST_WINDOW = 64  # where only ids without text and broken bytes are mixed; the join may then differ
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class PieceStream:
         self._codec = codec
         self._window: list[int] = []
         self._text = ""  # of the window
-        self._shown = 0  # characters of it that are out
+        self._out = ""  # what of it was shown
+        self._disturbed = 0  # ids for which the text has not begun with what was shown
         self._kind = "plain"
 
     def push(self, step: Step) -> Iterator[Piece]:
@@ -81,7 +83,7 @@ class PieceStream:
         for token, kind in zip(step.tokens, step.kinds, strict=True):
             self._kind = kind
             self._read(token)
-            yield from self._show(len(self._text) - _pending(self._text))
+            yield from self._show(len(self._text) - self._pending())
             self._shorten()
 
     def flush(self) -> Iterator[Piece]:
@@ -94,33 +96,37 @@ class PieceStream:
             return  # a special token: it has no text, and many in a row must not fill the window
         self._window.append(token)
         self._text = text
+        self._disturbed = 0 if text.startswith(self._out) else self._disturbed + 1
+
+    def _pending(self) -> int:
+        """How many characters at the end may still become another one."""
+        if 0 < self._disturbed <= PENDING:
+            return len(self._text)  # byte-fallback tokenizers: one unfinished character breaks those before it
+        broken = len(self._text) - len(self._text.rstrip(BROKEN))
+        return min(broken, PENDING)
 
     def _show(self, end: int) -> Iterator[Piece]:
-        if end > self._shown:
-            piece = self._text[self._shown : end]
-            self._shown = end
-            yield Piece(piece, self._kind)
+        start = len(self._out)
+        if end > start:
+            self._out = self._text[:end]
+            yield Piece(self._text[start:end], self._kind)
 
     def _shorten(self) -> None:
         """Let the oldest ids go where the text falls into two parts that read alone as they do together."""
-        if len(self._window) <= WINDOW:
+        length = len(self._window)
+        if length <= WINDOW or (self._disturbed and length < LONGEST_WINDOW):
             return
-        cuts = range(len(self._window) - 4, len(self._window))  # a character of 4 ids leaves one of 4 cuts between two
-        cut = next((cut for cut in cuts if self._splits(cut)), None)
-        if cut is None and len(self._window) < LONGEST_WINDOW:
+        waiting = len(self._text) - len(self._out)
+        cuts = range(length - KEPT, length - KEPT + PENDING + 1)  # one of them is not inside a character
+        cut = next((cut for cut in cuts if self._splits(cut, waiting)), None)
+        if cut is None and length < LONGEST_WINDOW:
             return
-        waiting = len(self._text) - self._shown
-        self._window = self._window[cuts[0] if cut is None else cut :]
+        self._window = self._window[cut or cuts[0] :]
         self._text = self._codec.decode(self._window)
-        self._shown = max(0, len(self._text) - waiting)
+        self._out = self._text[: max(0, len(self._text) - waiting)]
+        self._disturbed = 0
 
-    def _splits(self, cut: int) -> bool:
+    def _splits(self, cut: int, waiting: int) -> bool:
         left, right = self._codec.decode(self._window[:cut]), self._codec.decode(self._window[cut:])
         # Some tokenizers drop the space in front of the first word.
-        return bool(right) and self._text in (left + right, f"{left} {right}")
-
-
-def _pending(text: str) -> int:
-    """How many characters at the end may still become another one."""
-    broken = len(text) - len(text.rstrip(BROKEN))
-    return min(broken, PENDING)
+        return len(right) > waiting and self._text in (left + right, f"{left} {right}")

@@ -93,7 +93,9 @@ class TableModel(nn.Module):
             assert (seen[..., 0] == seen[..., 0].round()).all()
         if attention_mask is None:
             attention_mask = torch.ones(width, width, dtype=torch.bool).tril().expand(rows, 1, -1, -1)
-        self.calls.append(SimpleNamespace(ids=input_ids.tolist(), positions=None if cache is None else position_ids.tolist()))
+        self.calls.append(
+            SimpleNamespace(ids=input_ids.tolist(), positions=None if cache is None else position_ids.tolist())
+        )
         keep = range(width)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep.tolist()
         logits = torch.zeros(rows, len(keep), self.size, dtype=self.dtype)
         for b in range(rows):
@@ -241,8 +243,12 @@ def step_law(pipeline: Pipeline, prefix: list[int], prompt_length: int, n: int) 
         path = paths.pop()
         chance = Explorer(path)
         room = n - (len(prefix) - prompt_length)
-        settings = GenerationSettings(temperature=pipeline.settings.temperature, top_k=pipeline.settings.top_k,
-                                      top_p=pipeline.settings.top_p, max_new_tokens=pipeline.gamma + 1)
+        settings = GenerationSettings(
+            temperature=pipeline.settings.temperature,
+            top_k=pipeline.settings.top_k,
+            top_p=pipeline.settings.top_p,
+            max_new_tokens=pipeline.gamma + 1,
+        )
         sequence = Sequence(prefix, settings, chance=chance)
         try:
             step = pipeline.step([sequence])[0]
@@ -267,7 +273,9 @@ def output_law(pipeline: Pipeline, prompt: list[int], n: int) -> dict[tuple[int,
     return finished
 
 
-def target_law(rule: Rule, prompt: list[int], n: int, adjust: Callable[[Tensor], Tensor]) -> dict[tuple[int, ...], float]:
+def target_law(
+    rule: Rule, prompt: list[int], n: int, adjust: Callable[[Tensor], Tensor]
+) -> dict[tuple[int, ...], float]:
     """The joint law of n tokens drawn one by one; `adjust` makes probabilities of a row's logits."""
     law = {(): 1.0}
     for _ in range(n):
@@ -286,5 +294,3 @@ def largest_difference(a: dict[Any, float], b: dict[Any, float]) -> float:
 
 def total_variation(a: dict[Any, float], b: dict[Any, float]) -> float:
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys()) / 2
-
-

@@ -64,7 +64,9 @@ def test_nucleus_head_and_full_sort_agree() -> None:
         ranked, order = p.sort(descending=True, stable=True)
         kept = order[(ranked.cumsum(-1) - ranked) < top_p]
         wanted = torch.zeros_like(p).index_copy(0, kept, p[kept])
-        assert torch.allclose(probabilities(logits, GenerationSettings(temperature=1.0, top_p=top_p)), wanted / wanted.sum())
+        assert torch.allclose(
+            probabilities(logits, GenerationSettings(temperature=1.0, top_p=top_p)), wanted / wanted.sum()
+        )
 
 
 def test_greedy_is_the_lowest_id_of_the_best() -> None:

@@ -177,7 +177,6 @@ P3 = ([0.5, 0.3, 0.2], [0.6, 0.3, 0.1])
 P4 = ([0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4])
 
 
-
 def first_token_law(p: list[float], q: list[float], sampler: Rejection) -> list[float]:
     pipeline = pipeline_of(constant(p), len(p), Drawn(constant(q), len(p)), gamma=1, sampler=sampler, temperature=1.0)
     law = output_law(pipeline, [0], 1)

@@ -88,7 +88,9 @@ def rescan(tokens: list[int], longest: int, k: int) -> list[int]:
     return []
 
 
-@pytest.mark.parametrize("options", [{"max_ngram": 0}, {"min_ngram": 0}, {"max_ngram": 2, "min_ngram": 3}, {"max_ngram": "x"}])
+@pytest.mark.parametrize(
+    "options", [{"max_ngram": 0}, {"min_ngram": 0}, {"max_ngram": 2, "min_ngram": 3}, {"max_ngram": "x"}]
+)
 def test_wrong_options_are_refused_by_name(options: dict[str, int]) -> None:
     with pytest.raises(UserError, match="ngram"):
         NgramProposer(**options)

@@ -52,7 +52,9 @@ P, Q = constant([0.5, 0.3, 0.2]), constant([0.6, 0.3, 0.1])
 
 
 def sampled(seed: int, prompts: list[list[int]], **settings: float) -> list[list[int]]:
-    pipeline = pipeline_of(P, 3, Drawn(Q, 3), gamma=3, seed=seed, **{"temperature": 1.0, "max_new_tokens": 50} | settings)
+    pipeline = pipeline_of(
+        P, 3, Drawn(Q, 3), gamma=3, seed=seed, **{"temperature": 1.0, "max_new_tokens": 50} | settings
+    )
     return [done.token_ids for done in pipeline.generate(prompts)]
 
 
@@ -79,7 +81,9 @@ def test_equal_prompts_of_a_run_get_streams_of_their_own() -> None:
 def test_the_three_streams_are_independent() -> None:
     """One stream for two purposes would repeat numbers; these do not, within 1,000 draws of each."""
     chance = Chance(7, [1, 2])
-    streams = [[stream.random() for _ in range(1000)] for stream in (chance._drafting, chance._accepting, chance._drawing)]
+    streams = [
+        [stream.random() for _ in range(1000)] for stream in (chance._drafting, chance._accepting, chance._drawing)
+    ]
     assert len({number for stream in streams for number in stream}) == 3000
 
 
@@ -87,7 +91,9 @@ def test_a_run_cut_by_a_stop_and_continued_repeats_with_its_seed() -> None:
     """C37, second half."""
 
     def twice() -> list[int]:
-        pipeline = pipeline_of(P, 3, Drawn(Q, 3), gamma=3, seed=5, temperature=1.0, max_new_tokens=30, stop_token_ids=[2])
+        pipeline = pipeline_of(
+            P, 3, Drawn(Q, 3), gamma=3, seed=5, temperature=1.0, max_new_tokens=30, stop_token_ids=[2]
+        )
         first = pipeline.sequences([[0]])[0]
         for _ in pipeline.decode(first):
             pass
@@ -167,9 +173,9 @@ def test_cuda_decodes_what_the_host_decodes() -> None:
 
     for generation in ("greedy", "sample", "nucleus"):
         texts = [
-            load("target=tiny", f"target.device={device}", "target.dtype=float64", f"generation={generation}").generate(
-                [[65, 66, 67, 65, 66]]
-            )[0].token_ids
+            load("target=tiny", f"target.device={device}", "target.dtype=float64", f"generation={generation}")
+            .generate([[65, 66, 67, 65, 66]])[0]
+            .token_ids
             for device in ("cpu", "cuda")
         ]
         assert texts[0] == texts[1]
@@ -182,7 +188,11 @@ def check_device_path(device: torch.device) -> None:
         type = "elsewhere"
 
     rule = table(6, seed=8, zeros=0.2)
-    proposers = [NgramProposer(), Drawn(table(6, seed=9), 6), Scripted(lambda t, k: [random.Random(len(t)).randrange(6)] * k)]
+    proposers = [
+        NgramProposer(),
+        Drawn(table(6, seed=9), 6),
+        Scripted(lambda t, k: [random.Random(len(t)).randrange(6)] * k),
+    ]
     for settings in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8, "top_k": 4}):
         for proposer in proposers:
             host, there = (

@@ -27,9 +27,7 @@ def test_a_directory_loads_without_the_network(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("the network was used"))
     target = hf(model=str(folder), dtype="float32", device="cpu")
     wanted = tiny(device="cpu")
-    assert all(
-        torch.equal(a, b) for a, b in zip(target.model.parameters(), wanted.model.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(target.model.parameters(), wanted.model.parameters(), strict=True))
     assert target.describe() == {
         "model": folder.name,
         "path": str(folder),
@@ -96,6 +94,8 @@ def test_the_chat_template_is_applied_once_and_only_if_there_is_one() -> None:
     assert not TextCodec(tokenizer).chat
     with pytest.raises(UserError, match="chat"):
         TextCodec(tokenizer, chat=True)
-    tokenizer.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
     assert TextCodec(tokenizer).decode(TextCodec(tokenizer).encode("hi")) == "<hi>:"
     assert TextCodec(tokenizer, chat=False).decode(TextCodec(tokenizer, chat=False).encode("hi")) == "hi"

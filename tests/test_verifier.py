@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -14,7 +15,7 @@ from specpipe.errors import UserError
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.eager import EagerVerifier
-from specpipe.verifier.linear import PackedLinear, pack_linears, packing_available
+from specpipe.verifier.linear import half_exponent, pack_linears
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.targets import Target, tiny
 from tests.stand_ins import (
@@ -159,10 +160,16 @@ def small(kind: str, **config: Any) -> Any:
     import transformers
 
     common = {"vocab_size": 61, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    common |= {"GPT2": {"n_embd": 32, "n_head": 2, "n_positions": 64}}.get(kind, {
-        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    })
+    common |= {"GPT2": {"n_embd": 32, "n_head": 2, "n_positions": 64}}.get(
+        kind,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        },
+    )
     torch.manual_seed(0)
     made = getattr(transformers, f"{kind}Config")(**common | config)
     name = {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM")
@@ -172,13 +179,19 @@ def small(kind: str, **config: Any) -> Any:
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "GPT2", "GPTNeoX", "Gemma", "Phi3", "Qwen3", "OPT", "StableLm"])
 def test_ordinary_decoders_decode_as_hugging_face_does(kind: str) -> None:
     """Learned, rotary and partial rotary positions; grouped heads; tied and untied heads."""
-    more = {"Phi3": {"pad_token_id": 0, "sliding_window": None}, "Gemma": {"head_dim": 8},
-            "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "Qwen3": {"head_dim": 8}}
+    more = {
+        "Phi3": {"pad_token_id": 0, "sliding_window": None},
+        "Gemma": {"head_dim": 8},
+        "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+        "Qwen3": {"head_dim": 8},
+    }
     model = small(kind, **more.get(kind, {}))
     prompt, n = [5, 9, 5, 9, 5], 20
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False)
+        plain = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False
+        )
     wanted = plain[0, len(prompt) :].tolist()
     target = Target(model, ToyTokenizer(), kind, None)
     from specpipe.pipeline import Pipeline
@@ -244,21 +257,37 @@ def test_a_model_with_hidden_state_is_found_out_by_the_rehearsal() -> None:
 # ---- packed weights ----
 
 
-@pytest.mark.skipif(not packing_available(), reason="torch without oneDNN")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 6, 33])
 @pytest.mark.parametrize("bias", [True, False])
 def test_packed_layers_compute_what_plain_ones_do(dtype: torch.dtype, rows: int, bias: bool) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(96, 80, bias=bias)).to(dtype)
+    plain = torch.nn.Linear(96, 80, bias=bias).to(dtype)
+    model, exact = torch.nn.Sequential(copy.deepcopy(plain)), plain.double()
     x = torch.randn(1, rows, 96, dtype=dtype)
     with torch.inference_mode():
-        wanted = torch.nn.functional.linear(x.double(), model[0].weight.double(), model[0].bias if not bias else model[0].bias.double())  # type: ignore[union-attr]
-        assert pack_linears(model) == 1
-        assert isinstance(model[0], PackedLinear)
-        got = model(x)
+        pack_linears(model)
+        got, wanted = model(x), exact(x.double())
     assert got.dtype == dtype
     assert (got.double() - wanted).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-8 * wanted.abs().max())
+
+
+def test_bf16_weights_are_packed_as_float16_only_without_loss() -> None:
+    """A power of two makes room for very small weights; a range that no power of two can hold is refused."""
+    weight = torch.tensor([1.5, -3e-5, 1e-7, 0.0, 2.0**-13]).bfloat16()
+    exponent = half_exponent(weight)
+    assert exponent is not None
+    scaled = weight.float() * 2.0**exponent
+    assert torch.equal(scaled.half().float() / 2.0**exponent, weight.float())
+    assert not torch.equal(weight.float().half().float(), weight.float())  # without the power of two, 1e-7 loses digits
+    assert half_exponent(torch.tensor([1e5, 1.01e-8]).bfloat16()) is None
+    layer = torch.nn.Linear(4, 2, bias=False).bfloat16()
+    layer.weight.data = torch.tensor([[1e5, 0, 0, 0], [0, 1e-7, 0, 0]]).bfloat16()
+    x = torch.ones(1, 4).bfloat16()
+    wanted = layer(x)
+    model = torch.nn.Sequential(layer)
+    pack_linears(model)
+    assert torch.allclose(model(x), wanted, rtol=2**-7)
 
 
 def test_float64_models_are_left_alone() -> None:
@@ -268,5 +297,5 @@ def test_float64_models_are_left_alone() -> None:
 
 def test_prepack_changes_what_runs() -> None:
     """C45."""
-    assert EagerVerifier(tiny(device="cpu")).packed > 0 or not packing_available()
+    assert EagerVerifier(tiny(device="cpu")).packed > 0 or not torch.backends.mkldnn.is_available()
     assert EagerVerifier(tiny(device="cpu"), prepack=False).packed == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from specpipe.config import build, plain
 from specpipe.errors import UserError
 from specpipe.pipeline import Pipeline
 from specpipe.prompts import Prompts
-from specpipe.results import RunFolder
+from specpipe.results import RunFolder, undisturbed
 from specpipe.sequence import Sequence
 from specpipe.stats import completion, summarise
-from specpipe.terminal import DecodeView
+from specpipe.terminal import DecodeView, OutputClosed
+
+NOT_SAVED = 2
+INTERRUPTED = 130
+OUTPUT_CLOSED = 141  # as for a program that a closed pipe ends (128 + SIGPIPE)
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:
@@ -47,24 +52,26 @@ def run(config: DictConfig) -> int:
     tracker = build(config.wandb, "wandb")
     pipeline = build_pipeline(config)
     sequences = pipeline.sequences(asked.texts)
-    folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), _head(pipeline, settled), trace=config.trace)
+    hydra = HydraConfig.get().runtime
+    head = _head(pipeline, settled, hydra.choices)
+    folder = RunFolder(Path(hydra.output_dir), head, lambda: _summary(pipeline, sequences), trace=config.trace)
     tracker.start("decode", settled, folder.folder)
+    view = DecodeView(len(sequences))
     code = 1
     try:
-        with DecodeView(len(sequences)) as view:
+        with view:
             for number, (text, sequence) in enumerate(zip(asked.texts, sequences, strict=True)):
-                view.begin(number, text)
                 record = _decode(pipeline, sequence, text, number, folder, view)
                 tracker.log_request(number, record, pipeline.gamma)
+        view.summary(_summary(pipeline, sequences))
         code = 0
+    except OutputClosed:
+        code = OUTPUT_CLOSED
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
         raise
     finally:
-        folder.save(summary=summarise([sequence.steps for sequence in sequences if sequence.steps], pipeline.gamma))
-        tracker.finish(folder.result, code)
-    view.summary(folder.result)
-    view.note(f"result: {folder.folder / 'result.json'}")
+        code = _put_away(folder, tracker, view, code)
     return code
 
 
@@ -72,6 +79,7 @@ def _decode(
     pipeline: Pipeline, sequence: Sequence, text: str, number: int, folder: RunFolder, view: DecodeView
 ) -> dict[str, Any]:
     """One request to its end, recorded also when it is interrupted."""
+    view.begin(number, text)
     pieces = pipeline.text.pieces()
     try:
         for index, step in enumerate(pipeline.decode(sequence)):
@@ -81,11 +89,30 @@ def _decode(
         for piece in pieces.flush():
             view.piece(piece)
     finally:
-        answer = pipeline.text.decode(sequence.new_tokens)
-        record = completion(text, sequence, answer, pipeline.gamma).record()
-        folder.request(record)
-        view.end(record)
+        with undisturbed():
+            answer = pipeline.text.decode(sequence.new_tokens)
+            record = completion(text, sequence, answer, pipeline.gamma).record()
+            folder.request(record)
+    view.end(record)
     return record
+
+
+def _put_away(folder: RunFolder, tracker: Any, view: DecodeView, code: int) -> int:
+    """Save what there is, however the run ended; the exit code, which is not 0 if something could not be saved."""
+    with undisturbed():
+        problem = folder.finish()
+    if problem:
+        view.note(f"specpipe: {problem}")
+        code = code or NOT_SAVED
+    elif code == 0:
+        view.note(f"result: {folder.folder / 'result.json'}")
+    tracker.finish(folder.result, code)
+    return code
+
+
+def _summary(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, Any]:
+    """Over all steps that were measured; a step that was interrupted has no times yet."""
+    return summarise([[step for step in sequence.steps if step.seconds] for sequence in sequences], pipeline.gamma)
 
 
 def _prompts(config: DictConfig) -> Prompts:
@@ -94,13 +121,14 @@ def _prompts(config: DictConfig) -> Prompts:
     return build(config.prompts, "prompts")
 
 
-def _head(pipeline: Pipeline, config: dict[str, Any]) -> dict[str, Any]:
-    """What result.json says of the parts."""
+def _head(pipeline: Pipeline, config: dict[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
+    """What result.json says of the parts: the option's name, by which runs are compared, and all its settings."""
+    parts = ("proposer", "sampler", "verifier", "generation")
     return {
         "command": "decode",
         "seed": pipeline.seed,
         "target": pipeline.verifier.target.describe(),
-        **{part: config[part] for part in ("proposer", "sampler", "verifier", "generation")},
+        **{part: {"name": choices.get(part), "settings": config[part]} for part in parts},
         "num_speculative_tokens": pipeline.gamma,
         "lossless": bool(getattr(pipeline.sampler, "lossless", False)),
     }

@@ -1,57 +1,97 @@
 """Linear layers with weights packed once for the CPU's matrix kernels.
 
-Same arithmetic as `torch.nn.Linear` (products summed in float32, one rounding to the model's type), less time: oneDNN
-otherwise repacks the weight in every call. On a CPU without bf16 instructions a bf16 layer of more than one row
-is an order slower than float32, so there the packed copy is float32 and only the layer's input and output are
-rounded; the bf16 weight stays for single rows, where reading half the bytes wins. No gradients.
+Same arithmetic as `torch.nn.Linear`: the model's own weights, products summed in float32, one rounding to the model's
+type. Less time: the plain layer repacks its weight in every call, and on a CPU without bf16 instructions it takes as
+long for six rows of bf16 as for six times one row. No gradients.
+
+    weights   CPU                        kernel
+    float32   any                        oneDNN, packed float32
+    bfloat16  with bf16 instructions     oneDNN, packed bfloat16
+    bfloat16  without                    FBGEMM, packed float16, if the weights survive the change of type exactly
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-ROWS = 8  # the width the packed layout is chosen for; other widths work
+ROWS = 8  # the width oneDNN's layout is chosen for; other widths work
+HALF_EXPONENT = 15  # the largest float16 is just below 2^16
 
 
-class PackedLinear(nn.Module):
-    """Stands for `linear` in inference."""
+class OneDnnLinear(nn.Module):
+    """Stands for `linear` in inference, in its own type."""
 
-    def __init__(self, linear: nn.Linear, pack_as: torch.dtype) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._type = pack_as
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(pack_as), ROWS)
-        self._packed_bias = None if linear.bias is None else linear.bias.detach().to(pack_as)
-        # Kept only where it serves: otherwise the packed copy replaces it, and memory stays what it was.
-        self._single_row = linear if pack_as != linear.weight.dtype else None
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self._bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        if self._single_row is not None and x.numel() == self.in_features:
-            return self._single_row(x)
-        y = torch.ops.mkldnn._linear_pointwise(x.to(self._type), self._packed, self._packed_bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+
+
+class HalfLinear(nn.Module):
+    """Stands for a bfloat16 `linear` whose weights, times 2^exponent, are float16 numbers without loss."""
+
+    def __init__(self, linear: nn.Linear, exponent: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(_scaled(linear.weight, exponent), bias)
+        self._unscale = 2.0**-exponent
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]; both bfloat16, computed in float32."""
+        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float().mul_(self._unscale), self._packed)
         return y.to(x.dtype)
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace every linear layer of a CPU model in place; returns how many. 0 where the kernels are missing."""
-    if not packing_available() or next(model.parameters()).device.type != "cpu":
+    """Replace the linear layers of a CPU model in place, where a faster kernel exists; returns how many."""
+    if next(model.parameters()).device.type != "cpu":
         return 0
     packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype in (torch.float32, torch.bfloat16):
-                setattr(parent, name, PackedLinear(child, _packing_type(child.weight.dtype)))
+            replacement = _packed(child) if type(child) is nn.Linear else None
+            if replacement is not None:
+                setattr(parent, name, replacement)
                 packed += 1
     return packed
 
 
-def packing_available() -> bool:
-    """The packing operators are private to torch: used where they exist, else plain layers serve."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+def half_exponent(weight: Tensor) -> int | None:
+    """The power of two that brings `weight` into float16 without loss, or None if none does.
+
+    bfloat16 has fewer digits than float16 and more range, so only weights more than about 2^30 apart are in the way.
+    """
+    largest = weight.detach().abs().max().float().item()
+    if not 0 < largest < math.inf:
+        return None
+    exponent = HALF_EXPONENT - math.floor(math.log2(largest))
+    scaled = _scaled(weight, exponent)
+    return exponent if torch.equal(scaled.half().float(), scaled) else None
 
 
-def _packing_type(weight: torch.dtype) -> torch.dtype:
-    hardware = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if weight == torch.bfloat16 and hardware else torch.float32
+def _packed(linear: nn.Linear) -> nn.Module | None:
+    """The fastest equivalent of `linear` on this CPU. The operators are private to torch, so each is looked for."""
+    dtype = linear.weight.dtype
+    one_dnn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    if one_dnn and (
+        dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    ):
+        return OneDnnLinear(linear)
+    if dtype == torch.bfloat16 and torch.backends.quantized.engine in ("fbgemm", "x86"):
+        exponent = half_exponent(linear.weight)
+        return None if exponent is None else HalfLinear(linear, exponent)
+    return None
+
+
+def _scaled(weight: Tensor, exponent: int) -> Tensor:
+    return torch.ldexp(weight.detach().float(), torch.tensor(exponent))

@@ -52,7 +52,9 @@ def rehearse(reader: Reader, expected: torch.Tensor) -> None:
     error = _difference(logits, expected)
     if not error <= ROUNDING[expected.dtype]:
         name = type(reader.model).__name__
-        raise UserError(f"{name} does not reproduce its own logits after a roll-back (off by {error:.0%}).", key="model")
+        raise UserError(
+            f"{name} does not reproduce its own logits after a roll-back (off by {error:.0%}).", key="model"
+        )
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

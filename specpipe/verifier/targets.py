@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from specpipe.errors import UserError, choice
+from specpipe.errors import UserError, choice, nearest
+from specpipe.paths import from_start
 from specpipe.verifier.quiet import quiet_transformers
 from specpipe.verifier.smollm2 import ensure_smollm2
 
@@ -62,10 +63,10 @@ def hf(*, model: str, dtype: str = "bfloat16", device: str = "auto") -> Target:
         UserError: if there is no such model, or it is not a causal LM that `transformers` can load.
     """
     where, kind = _device(device), _dtype(dtype)
-    path = Path(model).expanduser()
+    path = from_start(model)
     if path.is_dir():
         return _load(str(path.resolve()), kind, where)
-    if path.is_absolute() or model.startswith((".", "~")):
+    if model.startswith((".", "~", "/", "\\")):
         raise UserError(f"there is no directory {str(path)!r}.", key="model")
     return _load(_local_snapshot(model), kind, where, name=model)
 
@@ -141,8 +142,11 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{name!r} cannot be used here (auto, cpu, cuda, cuda:0, ...): {reason}", key="device") from error
+        known = ("auto", "cpu", "cuda")
+        raise UserError(
+            f"{name!r} is not a device of this machine (auto, cpu, cuda, cuda:0, ...).{nearest(name, known)}",
+            key="device",
+        ) from error
     return device
 
 

@@ -1,9 +1,9 @@
 """Is greedy text the target's own? Compares with `transformers` generate on the same weights.
 
-    python benchmarks/identity.py [--prompts FILE.jsonl] [--limit 20] [--tokens 128] [--dtype float32] [--gammas 1,3,5,8]
+    python benchmarks/identity.py [--prompts FILE.jsonl] [--limit 20] [--tokens 128] [--dtype float32] [--gammas 1,3]
 
 float32: every id must be equal. bf16: passes over several tokens round differently from passes over one, so the texts
-may part at a near-tie; each parting is listed with the gap of the two best logits and the bound (4 bf16 steps of the best).
+may part at a near-tie; each parting is listed with the gap of the two best logits and the bound (4 bf16 steps).
 """
 
 from __future__ import annotations

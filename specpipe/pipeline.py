@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from specpipe.acceptance import Verdict, judge_on_device, judge_row
 from specpipe.chance import Chance
 from specpipe.clock import StepClock
-from specpipe.distribution import Rows
 from specpipe.draft import ContractError, Draft
 from specpipe.errors import UserError, integer
 from specpipe.proposers import Proposer
@@ -99,7 +98,8 @@ class Pipeline:
                     )
                 )
             except UserError as error:
-                raise error if len(prompts) == 1 else UserError(f"number {number}: {error.message}", key=error.key)
+                where = f"number {number}: " if len(prompts) > 1 else ""
+                raise UserError(f"{where}{error.message}", key=error.key) from None
             seen[tuple(ids)] += 1
         return made
 
@@ -134,51 +134,10 @@ class Pipeline:
             raise ContractError(f"{name} returned drafts of {draft.lengths} tokens where at most {asked} were asked")
         return draft
 
-    def _accept(
-        self, sequences: list[Sequence], draft: Draft, logits: list[Tensor]
-    ) -> list[tuple[list[int], list[float]]]:
+    def _accept(self, sequences: list[Sequence], draft: Draft, logits: list[Tensor]) -> list[Verdict]:
         try:
             if self.verifier.device.type != "cpu" and hasattr(self.sampler, "accept_on_device"):
-                return _accept_on_device(self.sampler, sequences, draft, logits)
-            return [_accept_row(self.sampler, s, draft, b, logits[b]) for b, s in enumerate(sequences)]
+                return judge_on_device(self.sampler, sequences, draft, logits)
+            return [judge_row(self.sampler, s, draft, b, logits[b]) for b, s in enumerate(sequences)]
         except ContractError as error:
             raise ContractError(f"{type(self.proposer).__name__}: {error}") from None
-
-
-def _accept_row(
-    sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits: Tensor
-) -> tuple[list[int], list[float]]:
-    """(accepted drafts and the token behind them, beta of each verified place)."""
-    x, q = draft.row(b)
-    if any(not 0 <= token < logits.shape[-1] for token in x):
-        raise ContractError(f"proposed {x}, but the target's ids end at {logits.shape[-1] - 1}")
-    p = Rows(logits, sequence.settings)
-    n, y = sampler.accept(x, p, q, sequence.chance)
-    betas = [(p[i][x[i]] if q is None else torch.minimum(p[i], q[i]).sum()).item() for i in range(min(n + 1, len(x)))]
-    return [*x[:n], y], betas
-
-
-def _accept_on_device(
-    sampler: Any, sequences: list[Sequence], draft: Draft, logits: list[Tensor]
-) -> list[tuple[list[int], list[float]]]:
-    """As `_accept_row` for every row, with a single read by the host: [B, 2 + 2K] of count, next token, drafts, betas."""
-    table = logits[0].new_zeros(len(sequences), 2 + 2 * max([*draft.lengths, 0]), dtype=torch.float64)
-    for b, sequence in enumerate(sequences):
-        k = draft.lengths[b]
-        x = draft.tokens[b, :k].to(table.device)
-        p = Rows(logits[b], sequence.settings).all()
-        q = None if draft.probs is None else draft.probs[b, :k]
-        u, v = sequence.chance.uniforms(k)
-        u_v = torch.tensor([*u, v], dtype=torch.float64, device=table.device)
-        table[b, :2] = sampler.accept_on_device(x, p, q, u_v[:k], u_v[k])
-        table[b, 2 : 2 + k] = x
-        table[b, 2 + k : 2 + 2 * k] = p[range(k), x] if q is None else torch.minimum(p[:k], q).sum(-1)
-    verdicts = []
-    for (n, y, *rest), k, row in zip(table.tolist(), draft.lengths, logits, strict=True):
-        if n < 0:
-            raise ContractError("a token was proposed although its q is 0")
-        if y >= row.shape[-1]:
-            raise FloatingPointError("a law cannot be drawn from: NaN or overflow in the logits")
-        x_accepted = [int(token) for token in rest[: int(n)]]
-        verdicts.append(([*x_accepted, int(y)], rest[k : k + min(int(n) + 1, k)]))
-    return verdicts

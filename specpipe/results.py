@@ -136,7 +136,7 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if received:
         signal.raise_signal(received[0][0])
 

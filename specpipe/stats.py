@@ -1,7 +1,7 @@
 """Counters to rates: alpha, acceptance, intervals, and the record of a finished request.
 
-Rates are pooled, numerator and denominator summed over steps before they are divided; with nothing to divide by they are
-None. Names and definitions are those of theory.md sections 1 and 7, the `spec_decode` names those vLLM reports.
+Rates are pooled: numerator and denominator are summed over steps before they are divided; without a denominator they
+are None. Names and definitions are those of theory.md sections 1 and 7, the `spec_decode` names those vLLM reports.
 """
 
 from __future__ import annotations

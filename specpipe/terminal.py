@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -102,11 +103,11 @@ class DecodeView:
         counts = summary["spec_decode"]
         self._err.print()
         if self._coloured and counts["num_spec_steps"]:
-            self._err.print(
-                Text("  ").join(Text(word, style=STYLES[kind]) for kind, word in LEGEND.items()), soft_wrap=True
-            )
+            legend = (Text(word, style=STYLES[kind]) for kind, word in LEGEND.items())
+            self._err.print(Text("  ").join(legend), soft_wrap=True)
         for label, value in _rows(summary):
-            self.note(f"{label:<20}{value}")
+            indent = " " * (20 if self._err.width >= 50 else 2)
+            self.note(textwrap.fill(f"{label:<20}{value}", max(20, self._err.width), subsequent_indent=indent))
         length = counts["mean_acceptance_length"]
         if length is not None and length < HARDLY_ACCEPTED:
             self.note(f"warning: hardly any draft was accepted ({length:.2f} tokens per step)")

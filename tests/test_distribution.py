@@ -1,4 +1,4 @@
-"""Logits to probabilities, and drawing: definitions of theory.md section 9, and Hugging Face's processors as reference."""
+"""Logits to probabilities, and drawing: theory.md section 9, with Hugging Face's processors as reference."""
 
 from __future__ import annotations
 

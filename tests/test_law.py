@@ -159,7 +159,7 @@ def test_a_wrong_rule_is_caught(name: str, wrong: type[Rejection]) -> None:
 
 
 def test_a_row_changed_in_place_is_caught() -> None:
-    """C11: repeated drafts; the right rule leaves the second row whole, the wrong one gives TV .5 behind an acceptance."""
+    """C11: repeated drafts: the right rule leaves the second row whole, the wrong one does not."""
     p = constant([0.5, 0.3, 0.2])
     zeros = Scripted(lambda tokens, k: [0] * k)
     wanted = target_law(p, PROMPT, 2, lambda row: row.softmax(-1))

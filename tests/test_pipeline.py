@@ -107,7 +107,7 @@ def test_a_run_cut_by_a_stop_and_continued_repeats_with_its_seed() -> None:
 
 
 def test_drawn_text_follows_the_law_end_to_end() -> None:
-    """20,000 tokens of P3 with its own draft: chi-square; the histogram of the drafts fits q (proposal contract, C2)."""
+    """20,000 tokens of P3: chi-square; the histogram of the drafts fits q (proposal contract, C2)."""
     drafts: list[int] = []
 
     class Recording(Drawn):

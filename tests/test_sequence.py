@@ -165,7 +165,7 @@ def test_nothing_drafted_means_no_rate() -> None:
 
 
 def test_rates_are_pooled_not_averaged() -> None:
-    """C44: seven requests with 1 of 10 and one with 900 of 1000 are 907 of 1070, not .2; one without drafts adds nothing."""
+    """C44: seven requests with 1 of 10, one with 900 of 1000: 907/1070, not .2; one without drafts adds nothing."""
     requests = [(1.0, 10.0)] * 7 + [(900.0, 1000.0), (0.0, 0.0)]
     mean, low, high = pooled_interval(requests)
     assert mean == pytest.approx(907 / 1070)

@@ -108,7 +108,7 @@ def test_rows_of_a_batch_are_what_they_are_alone() -> None:
 
 
 def test_logits_of_a_ragged_batch_equal_those_of_single_rows() -> None:
-    """C33: stale keys are masked, not zeroed: rows that accepted 4, 0 and 2 of 4 read on as if alone, on a real model."""
+    """C33: stale keys are masked, not zeroed: rows that accepted 4, 0 and 2 of 4 read on as if alone."""
     target = tiny(dtype="float64", device="cpu")
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [30]]
     blocks = [[41, 42, 43, 44, 45], [51], [61, 62, 63]]

@@ -25,7 +25,8 @@ class RowCache(Cache):
     """
 
     def __init__(self, layers: int, rows: int = 1) -> None:
-        super().__init__(layers=[RowLayer() for _ in range(layers)])
+        self._row_layers = [RowLayer() for _ in range(layers)]
+        super().__init__(layers=list(self._row_layers))
         self.lengths = [0] * rows
 
     def place(self, width: int, device: torch.device) -> Tensor:
@@ -37,7 +38,7 @@ class RowCache(Cache):
         end = max(self.lengths) + width
         start = self.lengths[0] if len(self.lengths) == 1 else None
         positions = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(width, device=device)
-        for layer in self.layers:
+        for layer in self._row_layers:
             layer.place(positions, start, end)
         return positions
 
@@ -57,17 +58,15 @@ class RowLayer(CacheLayerMixin):
         self._positions, self._start, self._end = positions, start, end
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
-        self.is_initialized = True
+        """Nothing to do: `update` allocates."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [R, H, W, D] new entries; return everything up to the longest row, [R, H, L, D]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        elif self._end > self.keys.shape[2]:
-            self.keys = self._allocate(key_states, self.keys)
-            self.values = self._allocate(value_states, self.values)
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
+        keys, values = self.keys, self.values
+        if keys is None or values is None or self._end > keys.shape[2]:
+            self.keys = keys = self._allocate(key_states, keys)
+            self.values = values = self._allocate(value_states, values)
+        return self._write(keys, key_states), self._write(values, value_states)
 
     def get_seq_length(self) -> int:
         return self._end - self._positions.shape[1]

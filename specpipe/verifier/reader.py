@@ -7,6 +7,7 @@ token, catches up by itself. It knows tokens and rows; it does not know who is a
 from __future__ import annotations
 
 import inspect
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,7 +25,7 @@ class Reader:
         model: a decoder-only causal LM of `transformers`, in eval mode.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         takes = inspect.signature(model.forward).parameters
@@ -52,7 +53,7 @@ class Reader:
         return [logits[b, at[i] : at[i] + k + 1] for b, (i, k) in enumerate(zip(first, draft.lengths, strict=True))]
 
     def roll_back(self, sequences: list[Sequence]) -> None:
-        """Forget whatever was read that was not committed: a row keeps all committed tokens but the last, pending one."""
+        """Forget what was read and not committed: a row keeps the committed tokens but the last, pending one."""
         for b, sequence in enumerate(sequences):
             self.cache.lengths[b] = min(self.cache.lengths[b], len(sequence.tokens) - 1)
 

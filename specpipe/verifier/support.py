@@ -6,6 +6,8 @@ a pass that never used it. A model that fails is refused by the name of what fai
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from specpipe.chance import Chance
@@ -15,11 +17,11 @@ from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.reader import Reader
 
-# Largest difference of logits, as a share of their spread, that rounding may cause between two ways of reading the same tokens.
+# Largest difference of logits, as a share of their spread, that rounding may cause between two ways of reading a text.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-def refuse_unsupported(model: torch.nn.Module) -> None:
+def refuse_unsupported(model: Any) -> None:
     """Raise UserError, naming the layer type, if some layer keeps state that setting a length cannot undo."""
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -34,7 +36,7 @@ def refuse_unsupported(model: torch.nn.Module) -> None:
         raise UserError(f"{name} has {', '.join(sorted(kinds))} layers, which cannot be rolled back.", key="model")
 
 
-def plain_logits(model: torch.nn.Module) -> torch.Tensor:
+def plain_logits(model: Any) -> torch.Tensor:
     """Logits [V] behind the rehearsal's text, from one pass without a cache: what `rehearse` must reproduce."""
     ids = torch.tensor([_text(model)[:4]], device=next(model.parameters()).device)
     with torch.inference_mode():
@@ -51,10 +53,8 @@ def rehearse(reader: Reader, expected: torch.Tensor) -> None:
     logits = reader.read([sequence], Draft.of([[]], reader.device))[0][-1]
     error = _difference(logits, expected)
     if not error <= ROUNDING[expected.dtype]:
-        name = type(reader.model).__name__
-        raise UserError(
-            f"{name} does not reproduce its own logits after a roll-back (off by {error:.0%}).", key="model"
-        )
+        what = f"{type(reader.model).__name__} does not reproduce its own logits after a roll-back"
+        raise UserError(f"{what} (off by {error:.0%} of their spread).", key="model")
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -63,7 +63,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return torch.where(a == b, 0.0, a - b).abs().max().item() / max((finite.max() - finite.min()).item(), 1e-9)
 
 
-def _text(model: torch.nn.Module) -> list[int]:
+def _text(model: Any) -> list[int]:
     size = model.config.get_text_config().vocab_size
     return [(7 * i + 3) % size for i in range(5)]
 

@@ -90,8 +90,8 @@ def tiny(*, dtype: str = "float32", device: str = "auto", seed: int = 0) -> Targ
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(_device(device), _dtype(dtype))
-    return Target(model, tokenizer, "tiny", None)
+        model: Any = LlamaForCausalLM(config)
+    return Target(model.to(_device(device), _dtype(dtype)), tokenizer, "tiny", None)
 
 
 def _load(path: str, dtype: torch.dtype, device: torch.device, name: str | None = None) -> Target:
@@ -99,7 +99,7 @@ def _load(path: str, dtype: torch.dtype, device: torch.device, name: str | None 
 
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -142,11 +142,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        known = ("auto", "cpu", "cuda")
-        raise UserError(
-            f"{name!r} is not a device of this machine (auto, cpu, cuda, cuda:0, ...).{nearest(name, known)}",
-            key="device",
-        ) from error
+        where = f"{name!r} is not a device of this machine (auto, cpu, cuda, cuda:0, ...)"
+        raise UserError(f"{where}.{nearest(name, ('auto', 'cpu', 'cuda'))}", key="device") from error
     return device
 
 

@@ -1,0 +1,51 @@
+"""From a step's logits to its verdicts: the sampler applied to each row, on the host or with one read of the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specpipe.distribution import Rows
+from specpipe.draft import ContractError, Draft
+from specpipe.samplers import Sampler
+from specpipe.sequence import Sequence
+
+# The accepted drafts and the token behind them; beta = sum_x min(p, q) of each verified place.
+Verdict = tuple[list[int], list[float]]
+
+
+def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits: Tensor) -> Verdict:
+    """Row b's verdict, target laws made one by one as the sampler asks for them. logits: [k + 1, V]."""
+    x, q = draft.row(b)
+    if any(not 0 <= token < logits.shape[-1] for token in x):
+        raise ContractError(f"proposed {x}, but the target's ids end at {logits.shape[-1] - 1}")
+    p = Rows(logits, sequence.settings)
+    n, y = sampler.accept(x, p, q, sequence.chance)
+    betas = [(p[i][x[i]] if q is None else torch.minimum(p[i], q[i]).sum()).item() for i in range(min(n + 1, len(x)))]
+    return [*x[:n], y], betas
+
+
+def judge_on_device(sampler: Any, sequences: list[Sequence], draft: Draft, logits: list[Tensor]) -> list[Verdict]:
+    """Every row's verdict, the host reading a single [B, 2 + 2K] tensor: count, next token, drafts, betas."""
+    table = logits[0].new_zeros(len(sequences), 2 + 2 * max([*draft.lengths, 0]), dtype=torch.float64)
+    for b, sequence in enumerate(sequences):
+        k = draft.lengths[b]
+        x = draft.tokens[b, :k].to(table.device)
+        p = Rows(logits[b], sequence.settings).all()
+        q = None if draft.probs is None else draft.probs[b, :k]
+        u, v = sequence.chance.uniforms(k)
+        u_v = torch.tensor([*u, v], dtype=torch.float64, device=table.device)
+        table[b, :2] = sampler.accept_on_device(x, p, q, u_v[:k], u_v[k])
+        table[b, 2 : 2 + k] = x
+        table[b, 2 + k : 2 + 2 * k] = p[range(k), x] if q is None else torch.minimum(p[:k], q).sum(-1)
+    verdicts = []
+    for (n, y, *rest), k, row in zip(table.tolist(), draft.lengths, logits, strict=True):
+        if n < 0:
+            raise ContractError("a token was proposed although its q is 0")
+        if y >= row.shape[-1]:
+            raise FloatingPointError("a law cannot be drawn from: NaN or overflow in the logits")
+        x_accepted = [int(token) for token in rest[: int(n)]]
+        verdicts.append(([*x_accepted, int(y)], rest[k : k + min(int(n) + 1, k)]))
+    return verdicts

@@ -41,11 +41,12 @@ def judge_on_device(sampler: Any, sequences: list[Sequence], draft: Draft, logit
         table[b, 2 : 2 + k] = x
         table[b, 2 + k : 2 + 2 * k] = p[range(k), x] if q is None else torch.minimum(p[:k], q).sum(-1)
     verdicts = []
-    for (n, y, *rest), k, row in zip(table.tolist(), draft.lengths, logits, strict=True):
+    for (n, y, *rest), k, row, sequence in zip(table.tolist(), draft.lengths, logits, sequences, strict=True):
         if n < 0:
             raise ContractError("a token was proposed although its q is 0")
         if y >= row.shape[-1]:
             raise FloatingPointError("a law cannot be drawn from: NaN or overflow in the logits")
-        x_accepted = [int(token) for token in rest[: int(n)]]
-        verdicts.append(([*x_accepted, int(y)], rest[k : k + min(int(n) + 1, k)]))
+        verified = min(int(n) + 1, k)
+        sequence.chance.spend(verified)
+        verdicts.append(([int(token) for token in rest[: int(n)]] + [int(y)], rest[k : k + verified]))
     return verdicts

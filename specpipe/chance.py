@@ -32,6 +32,7 @@ class Chance:
             random.Random(hashlib.sha256(f"{stream}/{request}".encode()).digest())
             for stream in ("drafting", "accepting", "drawing")
         )
+        self._ahead: list[float] = []  # of the accepting stream: looked at, not used
 
     def propose(self, q: Tensor) -> int:
         """A draft token from the law q, [V]."""
@@ -39,12 +40,21 @@ class Chance:
 
     def passes(self, p: float, q: float) -> bool:
         """True with probability min(1, p/q). Strict and without division: p = 0 never passes, p >= q always does."""
-        return self._accepting.random() * q < p
+        u = self._ahead.pop(0) if self._ahead else self._accepting.random()
+        return u * q < p
 
     def draw(self, law: Tensor) -> int:
         """An emitted token from `law`, [V], which need not sum to one."""
         return distribution.draw(law, self._drawing.random())
 
     def uniforms(self, k: int) -> tuple[list[float], float]:
-        """The numbers behind k calls of `passes` and one of `draw`, for acceptance on a device."""
-        return [self._accepting.random() for _ in range(k)], self._drawing.random()
+        """The numbers behind the next k calls of `passes` and the next of `draw`, for acceptance on a device.
+
+        Call `spend` with how many of the k were needed: the rest stay for the next step, as if never looked at.
+        """
+        self._ahead += [self._accepting.random() for _ in range(k - len(self._ahead))]
+        return self._ahead[:k], self._drawing.random()
+
+    def spend(self, n: int) -> None:
+        """n of the numbers that `uniforms` gave were used for decisions."""
+        del self._ahead[:n]

@@ -94,7 +94,7 @@ REFUSED = {
     "num_speculative_tokens=-1": ["num_speculative_tokens: -1 is not a whole number from 0 up."],
     "seed=-1": ["seed: -1 is not a whole number from 0 up."],
     "target.dtype=bf16": ["target.dtype: 'bf16'", "Did you mean 'bfloat16'?"],
-    "target.device=tpu": ["target.device: 'tpu' cannot be used here"],
+    "target.device=tpu": ["target.device: 'tpu' is not a device of this machine"],
     "target=hf": ["target.model: has no value, and needs one"],
     "prompts=jsonl": ["prompts.path: has no value, and needs one"],
     "prompts=jsonl prompts.path=nowhere.jsonl": ["prompts.path: 'nowhere.jsonl' cannot be read: No such file"],

@@ -96,10 +96,9 @@ def test_result_json_keeps_its_contract(decode: Decode, tmp_path: Path, twelve: 
         "parameters": result["target"]["parameters"],
         "device": "cpu",
     }
-    assert result["proposer"]["name"] == "ngram"
-    assert result["proposer"]["settings"]["max_ngram"] == 3
-    assert (result["sampler"]["name"], result["verifier"]["name"]) == ("rejection", "eager")
-    assert result["generation"]["settings"]["max_new_tokens"] == 6
+    assert [result[part] for part in ("proposer", "sampler", "verifier")] == ["ngram", "rejection", "eager"]
+    assert result["config"]["proposer"]["max_ngram"] == 3
+    assert result["config"]["generation"]["max_new_tokens"] == 6
     assert result["lossless"] is True
     assert len(result["requests"]) == 3
     for request in result["requests"]:
@@ -228,8 +227,17 @@ def test_the_name_of_a_users_own_option_is_in_the_result(decode: Decode, tmp_pat
     (tmp_path / "conf" / "proposer").mkdir(parents=True)
     (tmp_path / "conf" / "proposer" / "mine.yaml").write_text(f"_target_: {HERE}.InTheMiddle\n")
     assert decode("proposer=mine", "prompt=hello", "--config-dir", str(tmp_path / "conf")) == 0
-    proposer = result_of(tmp_path / "run")["proposer"]
-    assert proposer == {"name": "mine", "settings": {"_target_": f"{HERE}.InTheMiddle"}}
+    result = result_of(tmp_path / "run")
+    assert result["proposer"] == "mine"
+    assert result["config"]["proposer"] == {"_target_": f"{HERE}.InTheMiddle"}
+
+
+def test_two_sources_of_prompts_are_refused(
+    decode: Decode, twelve: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C45: neither is ignored in silence."""
+    assert decode(*twelve, "prompt=hello") == 2
+    assert "prompts=jsonl" in capsys.readouterr().err
 
 
 def test_load_gives_the_pipeline_of_the_command_line() -> None:

@@ -162,7 +162,7 @@ def test_parts_of_the_time_sum_to_the_wall_time() -> None:
 
 
 def test_the_device_path_decodes_what_the_host_path_decodes() -> None:
-    """Acceptance with one read per step, forced on the CPU: same law settings, same ids, same counters."""
+    """Acceptance with one read per step, forced on the CPU: same ids, same counters, same alpha."""
     check_device_path(torch.device("cpu"))
 
 
@@ -200,12 +200,9 @@ def check_device_path(device: torch.device) -> None:
             )
             there.verifier.device = Elsewhere()
             a, b = host.generate([[1, 2]])[0], there.generate([[1, 2]])[0]
-            assert a.token_ids[:1] == b.token_ids[:1]
-            if settings["temperature"] == 0:
-                assert a.token_ids == b.token_ids
-                assert a.spec_decode == b.spec_decode
-            assert len(b.token_ids) == 40
-            assert b.alpha is None or 0 <= b.alpha <= 1
+            assert a.token_ids == b.token_ids
+            assert a.spec_decode == b.spec_decode
+            assert a.alpha == pytest.approx(b.alpha)
 
 
 # ---- the Python interface ----

@@ -20,6 +20,7 @@ class Fixed(Chance):
     """Plays back given uniforms."""
 
     def __init__(self, u: list[float], v: float) -> None:
+        self._ahead: list[float] = []
         self._accepting = self._drafting = Playback(u)  # type: ignore[assignment]
         self._drawing = Playback([v])  # type: ignore[assignment]
 

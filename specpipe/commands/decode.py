@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,13 @@ def build_pipeline(config: DictConfig) -> Pipeline:
 def run(config: DictConfig) -> int:
     """Decode all prompts of the config; returns the exit code."""
     settled = plain(config)
-    asked = _prompts(config)
+    hydra = HydraConfig.get().runtime
+    asked = _prompts(config, hydra.choices)
     tracker = build(config.wandb, "wandb")
+    if sys.stderr.isatty():
+        print(f"loading {hydra.choices.get('target')} ...", file=sys.stderr)
     pipeline = build_pipeline(config)
     sequences = pipeline.sequences(asked.texts)
-    hydra = HydraConfig.get().runtime
     head = _head(pipeline, settled, hydra.choices)
     folder = RunFolder(Path(hydra.output_dir), head, lambda: _summary(pipeline, sequences), trace=config.trace)
     tracker.start("decode", settled, folder.folder)
@@ -115,20 +118,24 @@ def _summary(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, Any]:
     return summarise([[step for step in sequence.steps if step.seconds] for sequence in sequences], pipeline.gamma)
 
 
-def _prompts(config: DictConfig) -> Prompts:
+def _prompts(config: DictConfig, choices: Mapping[str, str]) -> Prompts:
     if config.prompt is not None:
+        if choices.get("prompts") != "demo":
+            raise UserError(
+                f"given beside prompts={choices.get('prompts')}; only one of the two can be decoded.", key="prompt"
+            )
         return prompts.one(config.prompt, config.prompts.get("chat"))
     return build(config.prompts, "prompts")
 
 
 def _head(pipeline: Pipeline, config: dict[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
-    """What result.json says of the parts: the option's name, by which runs are compared, and all its settings."""
-    parts = ("proposer", "sampler", "verifier", "generation")
+    """What result.json says of the parts: the options' names, by which runs are compared, and the config that ran."""
     return {
         "command": "decode",
         "seed": pipeline.seed,
         "target": pipeline.verifier.target.describe(),
-        **{part: {"name": choices.get(part), "settings": config[part]} for part in parts},
+        **{part: choices.get(part) for part in ("proposer", "sampler", "verifier", "generation")},
         "num_speculative_tokens": pipeline.gamma,
         "lossless": bool(getattr(pipeline.sampler, "lossless", False)),
+        "config": config,
     }

@@ -48,7 +48,8 @@ class HalfLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]; both bfloat16, computed in float32."""
-        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float().mul_(self._unscale), self._packed)
+        wide = x.float() if self._unscale == 1 else x.float() * self._unscale
+        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(wide, self._packed)
         return y.to(x.dtype)
 
 
@@ -74,9 +75,12 @@ def half_exponent(weight: Tensor) -> int | None:
     largest = weight.detach().abs().max().float().item()
     if not 0 < largest < math.inf:
         return None
-    exponent = HALF_EXPONENT - math.floor(math.log2(largest))
-    scaled = _scaled(weight, exponent)
-    return exponent if torch.equal(scaled.half().float(), scaled) else None
+    widest = HALF_EXPONENT - math.floor(math.log2(largest))
+    for exponent in (0, widest):  # 0 spares a multiplication per call, and is enough for most models
+        scaled = _scaled(weight, exponent)
+        if torch.equal(scaled.half().float(), scaled):
+            return exponent
+    return None
 
 
 def _packed(linear: nn.Linear) -> nn.Module | None:

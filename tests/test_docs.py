@@ -1,0 +1,67 @@
+"""What the README and CONTRIBUTING say works as it stands there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specpipe import cli
+from specpipe.config import CONF, compose
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def commands() -> list[str]:
+    lines = re.findall(r"^    (?:.*\| )?python -m specpipe decode(.*)$", README, re.M)
+    return [line.split("    #")[0].strip() for line in lines if "--config-dir" not in line]
+
+
+def test_the_readme_shows_commands() -> None:
+    assert len(commands()) >= 8
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_of_the_readme_composes(line: str) -> None:
+    words = [word for word in shlex.split(line) if word not in ("-m", "--cfg", "job")]
+    compose("decode", [word.split(",")[0] if not word.startswith("prompt=") else word for word in words])
+
+
+def test_the_readme_names_every_option_of_every_group() -> None:
+    for group in sorted(path for path in Path(CONF).iterdir() if path.is_dir() and path.name != "experiment"):
+        listed = re.search(rf"`{group.name}`\s+\(([^)]*)\)", README)
+        assert listed, group.name
+        assert set(listed[1].replace(",", " ").split()) == {file.stem for file in group.glob("*.yaml")}
+
+
+def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import specpipe
+
+    load = specpipe.load
+    monkeypatch.setattr(specpipe, "load", lambda *given: load("target=tiny", "target.device=cpu", *given))
+    for block in blocks(README, "python"):
+        exec(block, {})
+    assert capsys.readouterr().out
+
+
+def test_the_proposer_of_contributing_decodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """A class and a YAML file of the user's own, nothing else."""
+    (tmp_path / "mypkg.py").write_text(blocks(CONTRIBUTING, "python")[0])
+    (tmp_path / "myconf" / "proposer").mkdir(parents=True)
+    (tmp_path / "myconf" / "proposer" / "mine.yaml").write_text(blocks(CONTRIBUTING, "yaml")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    words = "--config-dir ./myconf proposer=mine proposer.period=2 target=tiny wandb=none prompt=hello"
+    monkeypatch.setattr(sys, "argv", ["specpipe", "decode", *words.split(), "generation.max_new_tokens=20"])
+    assert cli.main() == 0
+    assert "accepted" in capsys.readouterr().err

@@ -72,7 +72,7 @@ class Pipeline:
         self.verifier.roll_back(sequences)
         seconds = clock.stop()
         for step in steps:
-            step.seconds = seconds
+            step.has_q, step.seconds = draft.probs is not None, seconds
         return steps
 
     def decode(self, sequence: Sequence) -> Iterator[Step]:

@@ -81,6 +81,7 @@ class RunFolder:
                 "token_ids": step.tokens,
                 "kinds": step.kinds,
                 "overlaps": step.overlaps,
+                "has_q": step.has_q,
                 "seconds": step.seconds,
             }
             with self._told_at_the_end():

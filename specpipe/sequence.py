@@ -19,7 +19,8 @@ class Step:
     """One propose - verify - accept round. Counts are those of what was emitted (theory.md section 1).
 
     drafted (k_s) tokens were scored, the first `accepted` (N_s) of them emitted, then `extra` (0 or 1) more.
-    `overlaps` holds sum_x min(p, q) of each verified position; `seconds` the time by part.
+    `overlaps` holds sum_x min(p, q) of each verified position; `has_q`: the draft came with the laws it was drawn from;
+    `seconds` is the time by part.
     """
 
     drafted: int
@@ -27,6 +28,7 @@ class Step:
     tokens: list[int]
     overlaps: list[float]
     prefill: bool = False
+    has_q: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -293,3 +293,15 @@ def test_ctrl_c_on_a_terminal_leaves_it_whole(tmp_path: Path, twelve: list[str])
     assert shown.rstrip().endswith(b"interrupted")
     assert b"Traceback" not in shown
     assert [request["finish_reason"] for request in result_of(tmp_path / "run")["requests"]][2:] == ["interrupted"]
+
+
+def test_a_rule_that_could_not_run_as_asked_says_so(
+    decode: Decode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C45: block verification needs q, and n-gram drafts have none; the result names the rule that ran."""
+    for sampler, note in (("block", True), ("rejection", False)):
+        assert decode(f"sampler={sampler}", "prompt=abcabcabcabc", "generation.max_new_tokens=30") == 0
+        assert ("ngram gives no q, so the rule of sampler=rejection judged" in capsys.readouterr().err) == note
+        result = result_of(tmp_path / "run")
+        assert result["sampler"] == sampler
+        assert list(result["summary"]["steps_by_rule"]) == ["rejection"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def run(config: DictConfig) -> int:
             for number, (text, sequence) in enumerate(zip(asked.texts, sequences, strict=True)):
                 record = _decode(pipeline, sequence, text, number, folder, view)
                 tracker.log_request(number, record, pipeline.gamma)
-        view.summary(_summary(pipeline, sequences))
+        summary = _summary(pipeline, sequences)
+        view.summary(summary)
+        if note := _rule_note(summary["steps_by_rule"]):
+            view.note(note)
         code = 0
     except OutputClosed:
         code = OUTPUT_CLOSED
@@ -115,7 +119,27 @@ def _put_away(folder: RunFolder, tracker: Any, view: DecodeView, code: int) -> i
 
 def _summary(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, Any]:
     """Over all steps that were measured; a step that was interrupted has no times yet."""
-    return summarise([[step for step in sequence.steps if step.seconds] for sequence in sequences], pipeline.gamma)
+    summary = summarise([[step for step in s.steps if step.seconds] for s in sequences], pipeline.gamma)
+    return summary | {"steps_by_rule": _steps_by_rule(pipeline, sequences)}
+
+
+def _steps_by_rule(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, int]:
+    """How many drafts each rule judged: the configured one, or the one it leaves drafts without q to."""
+    configured = str(HydraConfig.get().runtime.choices.get("sampler"))
+    without_q = getattr(pipeline.sampler, "without_q", configured)
+    drafted = (step for sequence in sequences for step in sequence.steps if step.drafted)
+    return dict(Counter(configured if step.has_q else without_q for step in drafted))
+
+
+def _rule_note(rules: Mapping[str, int]) -> str | None:
+    """Says so where another rule than the configured one did all the judging."""
+    choices = HydraConfig.get().runtime.choices
+    sampler, proposer = choices.get("sampler"), choices.get("proposer")
+    if not rules or sampler in rules:
+        return None
+    return (
+        f"note: {proposer} gives no q, so the rule of sampler={next(iter(rules))} judged (the same law as {sampler}'s)"
+    )
 
 
 def _prompts(config: DictConfig, choices: Mapping[str, str]) -> Prompts:

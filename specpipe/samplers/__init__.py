@@ -11,7 +11,11 @@ from specpipe.distribution import Rows
 
 
 class Sampler(Protocol):
-    """Decides how many drafts stand and what follows them. Pure: probabilities and chance in, decision out."""
+    """Decides how many drafts stand and what follows them. Pure: probabilities and chance in, decision out.
+
+    lossless: whether the emitted law is the target's. A rule that cannot judge drafts without q also names, as
+    `without_q`, the rule that judges those in its place.
+    """
 
     lossless: bool
 

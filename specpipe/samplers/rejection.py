@@ -21,9 +21,7 @@ class Rejection:
     def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
         """See `Sampler.accept`. Raises ContractError for a draft that its own q says cannot have been drawn."""
         for i, token in enumerate(x):
-            q_x = 1.0 if q is None else q[i, token].item()
-            if not q_x > 0:
-                raise ContractError(f"token {token} was proposed although its q is {q_x}")
+            q_x = 1.0 if q is None else draft_probability(q, i, token)
             if not chance.passes(p[i][token].item(), q_x):
                 return i, chance.draw(residual(p[i], token if q is None else q[i]))  # correction
         return len(x), chance.draw(p[len(x)])  # bonus
@@ -49,6 +47,14 @@ class Rejection:
         cdf = rest.cumsum(0, dtype=torch.float64)
         y = torch.searchsorted(cdf, v * cdf[-1], right=True)
         return torch.stack([torch.where((q_x > 0).all(), n, -1).double(), y.double()])
+
+
+def draft_probability(q: Tensor, i: int, token: int) -> float:
+    """q_i(x_i). Raises ContractError if it says that the token cannot have been drawn."""
+    q_x = q[i, token].item()
+    if not q_x > 0:
+        raise ContractError(f"token {token} was proposed although its q is {q_x}")
+    return q_x
 
 
 def residual(p: Tensor, q: Tensor | int) -> Tensor:

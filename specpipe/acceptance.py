@@ -21,7 +21,7 @@ def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits
     x, q = draft.row(b)
     if any(not 0 <= token < logits.shape[-1] for token in x):
         raise ContractError(f"proposed {x}, but the target's ids end at {logits.shape[-1] - 1}")
-    p = Rows(logits, sequence.settings)
+    p = Rows(logits, sequence.settings, sequence.prefix, x)
     n, y = sampler.accept(x, p, q, sequence.chance)
     betas = [(p[i][x[i]] if q is None else torch.minimum(p[i], q[i]).sum()).item() for i in range(min(n + 1, len(x)))]
     return [*x[:n], y], betas
@@ -33,7 +33,7 @@ def judge_on_device(sampler: Any, sequences: list[Sequence], draft: Draft, logit
     for b, sequence in enumerate(sequences):
         k = draft.lengths[b]
         x = draft.tokens[b, :k].to(table.device)
-        p = Rows(logits[b], sequence.settings).all()
+        p = _all_rows(logits[b], sequence, x)
         q = None if draft.probs is None else draft.probs[b, :k]
         u, v = sequence.chance.uniforms(k)
         u_v = torch.tensor([*u, v], dtype=torch.float64, device=table.device)
@@ -50,3 +50,9 @@ def judge_on_device(sampler: Any, sequences: list[Sequence], draft: Draft, logit
         sequence.chance.spend(verified)
         verdicts.append(([int(token) for token in rest[: int(n)]] + [int(y)], rest[k : k + verified]))
     return verdicts
+
+
+def _all_rows(logits: Tensor, sequence: Sequence, x: Tensor) -> Tensor:
+    """[k + 1, V]; only settings that look at the drafts need them on the host."""
+    drafts = x.tolist() if sequence.settings.depends_on_prefix else ()
+    return Rows(logits, sequence.settings, sequence.prefix, drafts).all()

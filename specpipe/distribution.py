@@ -7,6 +7,10 @@ of Hugging Face `generate`.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,16 +20,35 @@ from specpipe.settings import GenerationSettings
 NUCLEUS_HEAD = 256
 
 
-def probabilities(logits: Tensor, settings: GenerationSettings) -> Tensor:
+@dataclass(frozen=True)
+class Prefix:
+    """What stands before a position, for the settings that look at it: ids of the prompt, ids emitted or drafted."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+    stop_ids: frozenset[int] = frozenset()
+
+    def then(self, tokens: Sequence[int]) -> Prefix:
+        """The prefix behind some more tokens."""
+        return Prefix(self.prompt, [*self.output, *tokens], self.stop_ids) if tokens else self
+
+
+NOWHERE = Prefix((), ())
+
+
+def probabilities(logits: Tensor, settings: GenerationSettings, prefix: Prefix = NOWHERE) -> Tensor:
     """The law a token is drawn from.
 
     Args:
-        logits: [..., V], any floating type.
-        settings: temperature, top-k and top-p are used. Temperature 0 gives all mass to the lowest-id argmax.
+        logits: [V], any floating type; [..., V] if no setting depends on the prefix.
+        settings: all that concern drawing. Temperature 0 gives all mass to the lowest-id argmax.
+        prefix: what stands before the position.
 
     Returns:
-        [..., V] probabilities, float32 (float64 if the logits are).
+        Probabilities of the logits' shape, float32 (float64 if the logits are).
     """
+    if settings.depends_on_prefix:
+        logits = _adjusted(logits, settings, prefix)
     if settings.temperature == 0:
         p = torch.zeros_like(logits, dtype=_computing_dtype(logits))
         best = logits.argmax(-1, keepdim=True)  # the first of equals
@@ -36,7 +59,11 @@ def probabilities(logits: Tensor, settings: GenerationSettings) -> Tensor:
         kth = scaled.topk(settings.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < kth, -torch.inf)
     p = scaled.softmax(-1)
-    return _nucleus(p, settings.top_p) if settings.top_p < 1 else p
+    if settings.top_p < 1:
+        p = _nucleus(p, settings.top_p)
+    if settings.min_p > 0:
+        p = _renormalised(p, p >= settings.min_p * p.amax(-1, keepdim=True))
+    return _typical(p, settings.typical_p) if settings.typical_p < 1 else p
 
 
 def draw(law: Tensor, v: float) -> int:
@@ -60,11 +87,19 @@ class Rows:
     """The target's laws p_1 .. p_n of one step, each made when it is first asked for.
 
     A rejection at the first draft must not pay for the top-p of the positions behind it.
+
+    Args:
+        logits: [n, V].
+        settings: of the request.
+        prefix: what stands before the first row; `drafts[:i]` follow it before row i.
     """
 
-    def __init__(self, logits: Tensor, settings: GenerationSettings) -> None:
-        self._logits = logits  # [n, V]
+    def __init__(
+        self, logits: Tensor, settings: GenerationSettings, prefix: Prefix = NOWHERE, drafts: Sequence[int] = ()
+    ) -> None:
+        self._logits = logits
         self._settings = settings
+        self._prefix, self._drafts = prefix, drafts
         self._made: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
@@ -72,12 +107,36 @@ class Rows:
 
     def __getitem__(self, i: int) -> Tensor:
         if i not in self._made:
-            self._made[i] = probabilities(self._logits[i], self._settings)
+            prefix = self._prefix.then(self._drafts[:i])
+            self._made[i] = probabilities(self._logits[i], self._settings, prefix)
         return self._made[i]
 
     def all(self) -> Tensor:
         """Every row at once, [n, V]: for devices where waiting for one decision costs more than making all rows."""
+        if self._settings.depends_on_prefix:
+            return torch.stack([self[i] for i in range(len(self))])
         return probabilities(self._logits, self._settings)
+
+
+def _adjusted(logits: Tensor, settings: GenerationSettings, prefix: Prefix) -> Tensor:
+    """[V] logits after bias, penalties and bans, a new tensor."""
+    scores = logits.to(_computing_dtype(logits), copy=True)
+    for token, bias in settings.logit_bias.items():
+        scores[token] += bias
+    if settings.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*prefix.prompt, *prefix.output}), device=scores.device)
+        values, penalty = scores[seen], settings.repetition_penalty
+        scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if prefix.output and (settings.frequency_penalty or settings.presence_penalty):
+        counts = Counter(prefix.output)
+        times = torch.tensor(list(counts.values()), device=scores.device, dtype=scores.dtype)
+        scores[list(counts)] -= settings.frequency_penalty * times + settings.presence_penalty
+    banned = settings.banned_token_ids
+    if len(prefix.output) < settings.min_new_tokens:
+        banned = (*banned, *prefix.stop_ids)
+    if banned:
+        scores[list(banned)] = -torch.inf
+    return scores
 
 
 def _computing_dtype(logits: Tensor) -> torch.dtype:
@@ -92,10 +151,22 @@ def _nucleus(p: Tensor, top_p: float) -> Tensor:
         border = top.gather(-1, kept.sum(-1, keepdim=True).clamp(max=NUCLEUS_HEAD))  # the first value left out
         last = top.gather(-1, kept.sum(-1, keepdim=True) - 1)
         if not kept[..., -1].any() and bool((border < last).all()):  # the head decides, and no tie straddles the cut
-            p = p.masked_fill(p < last, 0.0)
-            return p / p.sum(-1, keepdim=True)
+            return _renormalised(p, p >= last)
     ranked, order = p.sort(dim=-1, descending=True, stable=True)
-    kept = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, order, _mass_above(ranked) < top_p)
+    return _renormalised(p, torch.zeros_like(p, dtype=torch.bool).scatter_(-1, order, _mass_above(ranked) < top_p))
+
+
+def _typical(p: Tensor, typical_p: float) -> Tensor:
+    """The smallest set of mass `typical_p` by closeness of -log p to the entropy (arXiv 2202.00666), ties included."""
+    surprise = -p.log()
+    entropy = (p * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
+    distance = (surprise - entropy).abs()  # infinite where p is 0, so those come last
+    ranked, order = distance.sort(dim=-1, stable=True)
+    needed = (_mass_above(p.gather(-1, order)) < typical_p).sum(-1, keepdim=True)
+    return _renormalised(p, distance <= ranked.gather(-1, needed - 1))
+
+
+def _renormalised(p: Tensor, kept: Tensor) -> Tensor:
     p = p.masked_fill(~kept, 0.0)
     return p / p.sum(-1, keepdim=True)
 

@@ -52,6 +52,7 @@ class Pipeline:
         self.settings = settings
         self.gamma = integer("num_speculative_tokens", num_speculative_tokens, 0)
         self.seed = integer("seed", seed, 0)
+        _refuse_foreign_ids(settings, verifier.target)
         self.text = TextCodec(verifier.target.tokenizer, chat)
 
     def step(self, sequences: list[Sequence]) -> list[Step]:
@@ -141,3 +142,10 @@ class Pipeline:
             return [judge_row(self.sampler, s, draft, b, logits[b]) for b, s in enumerate(sequences)]
         except ContractError as error:
             raise ContractError(f"{type(self.proposer).__name__}: {error}") from None
+
+
+def _refuse_foreign_ids(settings: GenerationSettings, target: Any) -> None:
+    try:
+        settings.refuse_ids_from(target.model.config.get_text_config().vocab_size)
+    except UserError as error:
+        raise error.under("generation") from None

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from specpipe.chance import Chance
+from specpipe.distribution import Prefix
 from specpipe.errors import UserError
 from specpipe.settings import GenerationSettings
 
@@ -81,6 +82,11 @@ class Sequence:
     @property
     def new_tokens(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def prefix(self) -> Prefix:
+        """What was committed, as the sampling settings see it."""
+        return Prefix(self.tokens[: self.prompt_length], self.new_tokens, self.stop_ids)
 
     def room(self, wanted: int) -> int:
         """How many drafts the next step may score: never so many that a limit would cut the block."""

@@ -5,18 +5,27 @@ Imports no model code, so that a wrong value is refused before anything is loade
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from specpipe.errors import UserError, flag, integer, number
 
 
 class GenerationSettings:
-    """Sampling settings and limits of a request (config group `generation`).
+    """Sampling settings and limits of a request (config group `generation`). Applied in this order, to p and to q:
 
     Args:
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        logit_bias: added to the logit of an id.
+        repetition_penalty: divides positive and multiplies negative logits of ids in prompt or output; 1 is none.
+        frequency_penalty: subtracted from an id's logit once per occurrence in the output.
+        presence_penalty: subtracted from the logit of every id that occurs in the output.
+        banned_token_ids: never emitted.
+        min_new_tokens: no stop id before that many tokens are out.
+        temperature: 0 is greedy, and the settings below do nothing; otherwise logits are divided by it.
         top_k: keep the k largest logits, ties with the k-th included; 0 keeps all.
         top_p: keep the smallest set of largest probabilities whose mass reaches top_p; 1 keeps all.
+        min_p: keep what has at least this share of the largest probability; 0 keeps all.
+        typical_p: keep the smallest set with this mass whose surprise is closest to the entropy; 1 keeps all.
         max_new_tokens: at most this many tokens; None runs to the end of the context.
         stop_token_ids: end after any of these ids, besides the model's own end-of-text ids.
         ignore_eos: the model's own end-of-text ids do not end the request.
@@ -28,23 +37,63 @@ class GenerationSettings:
     def __init__(
         self,
         *,
+        logit_bias: Mapping[int, float] | None = None,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        banned_token_ids: Sequence[int] | None = None,
+        min_new_tokens: int = 0,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        typical_p: float = 1.0,
         max_new_tokens: int | None = 128,
         stop_token_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> None:
+        self.logit_bias = _biases("logit_bias", logit_bias)
+        self.repetition_penalty = number("repetition_penalty", repetition_penalty, 0, above=True)
+        self.frequency_penalty = number("frequency_penalty", frequency_penalty, -math.inf)
+        self.presence_penalty = number("presence_penalty", presence_penalty, -math.inf)
+        self.banned_token_ids = _ids("banned_token_ids", banned_token_ids)
+        self.min_new_tokens = integer("min_new_tokens", min_new_tokens, 0)
         self.temperature = number("temperature", temperature, 0)
         self.top_k = integer("top_k", top_k, 0)
         self.top_p = number("top_p", top_p, 0, 1, above=True)
+        self.min_p = number("min_p", min_p, 0, 1)
+        self.typical_p = number("typical_p", typical_p, 0, 1, above=True)
         self.max_new_tokens = None if max_new_tokens is None else integer("max_new_tokens", max_new_tokens, 0)
         self.stop_token_ids = _ids("stop_token_ids", stop_token_ids)
         self.ignore_eos = flag("ignore_eos", ignore_eos)
 
+    @property
+    def depends_on_prefix(self) -> bool:
+        """Whether some setting looks at what stands before a position, so that rows of a block differ in it."""
+        penalties = (self.repetition_penalty != 1, self.frequency_penalty, self.presence_penalty, self.min_new_tokens)
+        return any(penalties) or bool(self.logit_bias or self.banned_token_ids)
+
+    def refuse_ids_from(self, size: int) -> None:
+        """Raise UserError for an id that a vocabulary of `size` ids does not have."""
+        for key in ("logit_bias", "banned_token_ids", "stop_token_ids"):
+            beyond = [token for token in getattr(self, key) if token >= size]
+            if beyond:
+                raise UserError(f"the target has no id {beyond[0]}; its ids end at {size - 1}.", key=key)
+
     def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
         """The ids that end a request on a model whose own end-of-text ids are `eos_ids`."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
+
+
+def _biases(key: str, value: Mapping[int, float] | None) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{value!r} is not a mapping of token ids to numbers such as {{7: -1.5}}.", key=key)
+    return {
+        integer(key, token, 0): -math.inf if bias == -math.inf else number(key, bias, -math.inf)
+        for token, bias in value.items()
+    }
 
 
 def _ids(key: str, value: Sequence[int] | None) -> tuple[int, ...]:

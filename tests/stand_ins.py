@@ -6,6 +6,7 @@ anything beside it, so a lost, stale or doubled entry changes the result at once
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specpipe.chance import Chance
+from specpipe.distribution import Prefix, probabilities
 from specpipe.draft import Draft
 from specpipe.pipeline import Pipeline
 from specpipe.samplers.rejection import Rejection
@@ -235,27 +237,25 @@ class Undecided(Exception):
     pass
 
 
-def step_law(pipeline: Pipeline, prefix: list[int], prompt_length: int, n: int) -> dict[tuple[int, ...], float]:
-    """What one step appends to `prefix`, with its probability, at most up to n tokens behind the prompt."""
+def step_law(
+    pipeline: Pipeline, prompt: list[int], emitted: tuple[int, ...] = (), n: int = 99
+) -> dict[tuple[int, ...], float]:
+    """What one step appends behind `prompt` and `emitted`, with its probability, at most up to n tokens in all."""
     law: dict[tuple[int, ...], float] = {}
     paths: list[list[int]] = [[]]
+    settings = copy.copy(pipeline.settings)
+    settings.max_new_tokens = len(emitted) + pipeline.gamma + 1
     while paths:
         path = paths.pop()
         chance = Explorer(path)
-        room = n - (len(prefix) - prompt_length)
-        settings = GenerationSettings(
-            temperature=pipeline.settings.temperature,
-            top_k=pipeline.settings.top_k,
-            top_p=pipeline.settings.top_p,
-            max_new_tokens=pipeline.gamma + 1,
-        )
-        sequence = Sequence(prefix, settings, chance=chance)
+        sequence = Sequence(prompt, settings, stop_ids=settings.stop_token_ids, chance=chance)
+        sequence.tokens += emitted
         try:
             step = pipeline.step([sequence])[0]
         except Undecided:
             paths += [[*path, option] for option in chance.options or []]
             continue
-        block = tuple(step.tokens[:room])
+        block = tuple(step.tokens[: n - len(emitted)])
         law[block] = law.get(block, 0.0) + chance.mass
     return law
 
@@ -264,27 +264,29 @@ def output_law(pipeline: Pipeline, prompt: list[int], n: int) -> dict[tuple[int,
     """The joint law of the first n tokens out of the pipeline: every decision of every step, explored."""
     unfinished: dict[tuple[int, ...], float] = {(): 1.0}
     finished: dict[tuple[int, ...], float] = {}
+    stops = set(pipeline.settings.stop_token_ids)
     while unfinished:
         emitted, mass = unfinished.popitem()
-        for block, share in step_law(pipeline, [*prompt, *emitted], len(prompt), n).items():
+        for block, share in step_law(pipeline, prompt, emitted, n).items():
             after = emitted + block
-            goal = finished if len(after) == n else unfinished
+            goal = finished if len(after) == n or stops & set(block) else unfinished
             goal[after] = goal.get(after, 0.0) + mass * share
     return finished
 
 
-def target_law(
-    rule: Rule, prompt: list[int], n: int, adjust: Callable[[Tensor], Tensor]
-) -> dict[tuple[int, ...], float]:
-    """The joint law of n tokens drawn one by one; `adjust` makes probabilities of a row's logits."""
-    law = {(): 1.0}
+def target_law(rule: Rule, prompt: list[int], n: int, settings: GenerationSettings) -> dict[tuple[int, ...], float]:
+    """The joint law of n tokens drawn one by one from the target, fewer where a stop id ends them."""
+    stops = frozenset(settings.stop_token_ids)
+    law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(n):
-        law = {
-            (*ids, x): mass * p
-            for ids, mass in law.items()
-            for x, p in enumerate(adjust(rule([*prompt, *ids])).tolist())
-            if p > 0
-        }
+        longer: dict[tuple[int, ...], float] = {}
+        for ids, mass in law.items():
+            if stops & set(ids):
+                longer[ids] = mass
+                continue
+            p = probabilities(rule([*prompt, *ids]), settings, Prefix(prompt, ids, stops))
+            longer |= {(*ids, x): mass * weight for x, weight in enumerate(p.tolist()) if weight > 0}
+        law = longer
     return law
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specpipe.chance import Chance
-from specpipe.distribution import Rows, probabilities
+from specpipe.distribution import Rows
 from specpipe.samplers.block import Block, excess, running_log_ratios, stands
 from specpipe.samplers.exact_match import ExactMatch
 from specpipe.samplers.rejection import Rejection, residual
@@ -42,7 +42,7 @@ SAMPLE = {"temperature": 1.0}
 def test_output_has_exactly_the_targets_law(sampler: type, proposer: Any, gamma: int) -> None:
     """C5, C7: joint law of the first four tokens, context-dependent p and q with zeros."""
     pipeline = pipeline_of(P, V, proposer, gamma=gamma, sampler=sampler(), **SAMPLE)
-    wanted = target_law(P, PROMPT, 4, lambda row: probabilities(row, GenerationSettings(**SAMPLE)))  # type: ignore[arg-type]
+    wanted = target_law(P, PROMPT, 4, GenerationSettings(**SAMPLE))
     assert largest_difference(output_law(pipeline, PROMPT, 4), wanted) <= 1e-12
 
 
@@ -57,7 +57,7 @@ PAIRS = {
 def expected_accepted(pair: str, sampler: Any, k: int) -> float:
     p, q = PAIRS[pair]
     pipeline = pipeline_of(constant(p), len(p), Drawn(constant(q), len(p)), gamma=k, sampler=sampler, temperature=1.0)
-    return sum(mass * (len(block) - 1) for block, mass in step_law(pipeline, [0], 1, 99).items())
+    return sum(mass * (len(block) - 1) for block, mass in step_law(pipeline, [0]).items())
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_one_hot_q_and_no_draft() -> None:
     zeros = Scripted(lambda t, k: [0] * k)
     for sampler in (Rejection(), Block()):
         pipeline = pipeline_of(constant(PAIRS["P3"][0]), 3, zeros, gamma=2, sampler=sampler, temperature=1.0)
-        accepted = sum(mass * (len(block) - 1) for block, mass in step_law(pipeline, [0], 1, 99).items())
+        accepted = sum(mass * (len(block) - 1) for block, mass in step_law(pipeline, [0]).items())
         assert accepted == pytest.approx(0.75)
     one = Rows(torch.tensor([[0.0, 1.0]]).log(), GenerationSettings(temperature=1.0))
     assert Block().accept([], one, torch.zeros(0, 2), Chance(0)) == (0, 1)
@@ -202,7 +202,7 @@ def test_wrong_variants_are_off_by_what_theory_says(rule: type, wrong_by: tuple[
     for n, wanted in enumerate(wrong_by, 1):
         pipeline = pipeline_of(constant(p), 3, Drawn(constant(q), 3), gamma=2, sampler=rule(), temperature=1.0)
         law = output_law(pipeline, [0], n)
-        right = target_law(constant(p), [0], n, lambda row: row.softmax(-1))
+        right = target_law(constant(p), [0], n, GenerationSettings(temperature=1.0))
         assert total_variation(law, right) == pytest.approx(wanted, abs=6e-5)
 
 

@@ -5,16 +5,19 @@ Each claim is also put to deliberately wrong samplers, which it must refuse.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from specpipe.chance import Chance
-from specpipe.distribution import Rows, probabilities
+from specpipe.distribution import Rows
 from specpipe.samplers.rejection import Rejection, residual
 from specpipe.settings import GenerationSettings
 from tests.stand_ins import (
     Drawn,
+    Rule,
     Scripted,
     constant,
     largest_difference,
@@ -28,6 +31,7 @@ from tests.stand_ins import (
 V, N = 3, 4
 PROMPT = [1, 0]
 P = table(V, seed=1)
+FULL = table(V, seed=3, zeros=0)  # every token has mass, so that banning one leaves some
 Q = table(V, seed=2)
 SETTINGS = {
     "T=1": {"temperature": 1.0},
@@ -35,7 +39,28 @@ SETTINGS = {
     "greedy": {"temperature": 0.0},
     "top-k": {"temperature": 1.0, "top_k": 2},
     "nucleus": {"temperature": 1.0, "top_p": 0.73},
-    "all": {"temperature": 1.3, "top_k": 2, "top_p": 0.9},
+    "min-p": {"temperature": 1.0, "min_p": 0.4},
+    "typical": {"temperature": 1.0, "typical_p": 0.6},
+    "repetition penalty": {"temperature": 1.0, "repetition_penalty": 1.5},
+    "frequency and presence penalty": {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": -0.3},
+    "bias": {"temperature": 1.0, "logit_bias": {0: 0.7, 2: -0.4}},
+    "banned id": {"temperature": 1.0, "banned_token_ids": [1]},
+    "stop id": {"temperature": 1.0, "stop_token_ids": [1]},
+    "stop id, not before 3 tokens": {"temperature": 1.0, "stop_token_ids": [1], "min_new_tokens": 3},
+    "all": {
+        "temperature": 1.3,
+        "top_k": 2,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "typical_p": 0.95,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.2,
+        "logit_bias": {0: 0.5},
+        "stop_token_ids": [2],
+        "min_new_tokens": 2,
+    },
+    "greedy with penalties": {"temperature": 0.0, "frequency_penalty": 0.6, "repetition_penalty": 1.3},
 }
 PROPOSERS = {
     "soft q": Drawn(Q, V),
@@ -45,9 +70,9 @@ PROPOSERS = {
 }
 
 
-def error(proposer: object, sampler: object, gamma: int, settings: dict[str, float]) -> float:
-    pipeline = pipeline_of(P, V, proposer, gamma=gamma, sampler=sampler, **settings)
-    wanted = target_law(P, PROMPT, N, lambda row: probabilities(row, GenerationSettings(**settings)))
+def error(proposer: object, sampler: object, gamma: int, settings: dict[str, Any], rule: Rule = P) -> float:
+    pipeline = pipeline_of(rule, V, proposer, gamma=gamma, sampler=sampler, **settings)
+    wanted = target_law(rule, PROMPT, N, GenerationSettings(**settings))
     return largest_difference(output_law(pipeline, PROMPT, N), wanted)
 
 
@@ -62,7 +87,22 @@ def test_output_has_exactly_the_targets_law(name: str, gamma: int) -> None:
 @pytest.mark.parametrize("name", ["soft q", "one-hot q"])
 def test_output_has_the_targets_law_under_every_setting(name: str, settings: str) -> None:
     """C14-C16: the proposer need not know the settings; the law that is kept is the target's under them."""
-    assert error(PROPOSERS[name], Rejection(), 2, SETTINGS[settings]) <= 1e-12
+    assert error(PROPOSERS[name], Rejection(), 2, SETTINGS[settings], FULL) <= 1e-12
+
+
+class FrozenPrefix(Rejection):
+    """Penalties and bans frozen at the start of the step: every row sees what the first one sees."""
+
+    def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
+        return super().accept(x, Rows(p._logits, p._settings, p._prefix), q, chance)
+
+
+@pytest.mark.parametrize(
+    "settings", ["repetition penalty", "frequency and presence penalty", "stop id, not before 3 tokens", "all"]
+)
+def test_settings_frozen_at_the_step_start_are_caught(settings: str) -> None:
+    """C38, C39: penalties and min_new_tokens see the exact prefix at each place of a block."""
+    assert error(PROPOSERS["soft q"], FrozenPrefix(), 2, SETTINGS[settings], FULL) > 1e-3
 
 
 # ---- wrong rules ----
@@ -162,7 +202,7 @@ def test_a_row_changed_in_place_is_caught() -> None:
     """C11: repeated drafts: the right rule leaves the second row whole, the wrong one does not."""
     p = constant([0.5, 0.3, 0.2])
     zeros = Scripted(lambda tokens, k: [0] * k)
-    wanted = target_law(p, PROMPT, 2, lambda row: row.softmax(-1))
+    wanted = target_law(p, PROMPT, 2, GenerationSettings(temperature=1.0))
     laws = {
         sampler: output_law(pipeline_of(p, V, zeros, gamma=2, sampler=sampler(), temperature=1.0), PROMPT, 2)
         for sampler in (Rejection, InPlace)
@@ -238,7 +278,7 @@ def test_expected_acceptance_of_p3() -> None:
 def expected_accepted(pipeline: object) -> float:
     from tests.stand_ins import step_law
 
-    return sum(mass * (len(block) - 1) for block, mass in step_law(pipeline, [0], 1, 99).items())  # type: ignore[arg-type]
+    return sum(mass * (len(block) - 1) for block, mass in step_law(pipeline, [0]).items())  # type: ignore[arg-type]
 
 
 def test_founding_example() -> None:

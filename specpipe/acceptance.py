@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specpipe.distribution import Rows
+from specpipe.distribution import Prefix, Rows, log_probabilities
 from specpipe.draft import ContractError, Draft
 from specpipe.samplers import Sampler
-from specpipe.sequence import Sequence
+from specpipe.sequence import Sequence, Step, TokenLogprobs
 
 # The accepted drafts and the token behind them; beta = sum_x min(p, q) of each verified place.
 Verdict = tuple[list[int], list[float]]
@@ -56,3 +56,16 @@ def _all_rows(logits: Tensor, sequence: Sequence, x: Tensor) -> Tensor:
     """[k + 1, V]; only settings that look at the drafts need them on the host."""
     drafts = x.tolist() if sequence.settings.depends_on_prefix else ()
     return Rows(logits, sequence.settings, sequence.prefix, drafts).all()
+
+
+def emitted_logprobs(sequence: Sequence, step: Step, logits: Tensor) -> list[TokenLogprobs]:
+    """One entry per token of a committed step. logits: [k + 1, V] of the step."""
+    settings = sequence.settings
+    rows = logits[: len(step.tokens)]
+    if settings.logprobs_mode == "raw":
+        laws = rows.to(torch.promote_types(rows.dtype, torch.float32)).log_softmax(-1)
+    else:
+        before = Prefix(sequence.prefix.prompt, sequence.new_tokens[: -len(step.tokens)], sequence.stop_ids)
+        laws = Rows(rows, settings, before, step.tokens).all().log()
+    reported = log_probabilities(laws, step.tokens, settings.logprobs or 0)
+    return [TokenLogprobs(token, own, top) for token, (own, top) in zip(step.tokens, reported, strict=True)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -41,8 +42,9 @@ usage: specpipe <command> [key=value ...] [hydra flags]
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's switch: raise mistakes instead of printing them in its own way
 
-# Its parser wants all overrides in one row; these, which take no value, may then stand anywhere.
-BARE_FLAGS = ("-m", "--multirun", "-r", "--run", "--resolve", "-h", "--help")
+# Hydra's parser wants all overrides in one row; its flags are brought before them, wherever they were typed.
+BARE_FLAGS = ("-m", "--multirun", "-r", "--run", "--resolve", "-h", "--help", "--hydra-help")
+VALUE_FLAGS = ("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path", "-p", "--package", "-c", "--cfg")
 
 # What Hydra and OmegaConf raise for a config that is not right.
 CONFIG_ERRORS = (UserError, HydraException, OmegaConfBaseException)
@@ -82,7 +84,7 @@ def _run(command: str, program: str, overrides: list[str], shown_as: str | None 
             raise
 
     register_schemas()
-    words = sorted(overrides, key=lambda word: word not in BARE_FLAGS)
+    words = _flags_first(overrides)
     with _surroundings([shown_as or f"specpipe {command}", *words]):
         try:
             hydra.main(version_base="1.3", config_path=CONF, config_name=command)(task)()
@@ -94,6 +96,18 @@ def _run(command: str, program: str, overrides: list[str], shown_as: str | None 
                 raise
             return _complain(explain(error, command, overrides), traced)
     return max(codes, default=0)
+
+
+def _flags_first(words: list[str]) -> list[str]:
+    flags: list[str] = []
+    rest: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        if word in VALUE_FLAGS:
+            flags += [word, *itertools.islice(remaining, 1)]
+        else:
+            (flags if word in BARE_FLAGS else rest).append(word)
+    return flags + rest
 
 
 def _job(command: str, config: DictConfig, traced: bool) -> int:

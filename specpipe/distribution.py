@@ -54,7 +54,8 @@ def probabilities(logits: Tensor, settings: GenerationSettings, prefix: Prefix =
         best = logits.argmax(-1, keepdim=True)  # the first of equals
         sound = logits.gather(-1, best).isfinite()  # a NaN counts as largest; it must surface, not be decoded
         return p.scatter_(-1, best, torch.where(sound, 1.0, torch.nan).to(p.dtype))
-    scaled = logits.to(_computing_dtype(logits)) / settings.temperature
+    scaled = logits.to(_computing_dtype(logits))
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / settings.temperature  # at most 0: no temperature overflows
     if 0 < settings.top_k < scaled.shape[-1]:
         kth = scaled.topk(settings.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < kth, -torch.inf)
@@ -81,6 +82,19 @@ def draw(law: Tensor, v: float) -> int:
     if not 0 < total < float("inf"):
         raise FloatingPointError(f"a law with total mass {total} cannot be drawn from: NaN or overflow in the logits")
     return int(torch.searchsorted(cdf, torch.tensor(v * total, dtype=torch.float64, device=law.device), right=True))
+
+
+def log_probabilities(laws: Tensor, tokens: Sequence[int], top: int) -> list[tuple[float, list[tuple[int, float]]]]:
+    """For each row its token's log-probability and the `top` best ids with theirs, best first.
+
+    Args:
+        laws: [n, V] log-probabilities.
+        tokens: n ids.
+    """
+    own = laws[range(len(tokens)), list(tokens)].tolist()
+    best = laws.topk(min(top, laws.shape[-1]), dim=-1)
+    ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [(value, list(zip(ids, values, strict=True))) for value, (ids, values) in zip(own, ranked, strict=True)]
 
 
 class Rows:

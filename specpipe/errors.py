@@ -50,6 +50,12 @@ def _leaf(option: str) -> str:
     return option.rpartition(".")[2]
 
 
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """What an error of another library says, on one line, at most `limit` characters; its type if it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 def integer(key: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int in `low..high`; booleans and fractions are refused."""
     wanted = f"a whole number from {low}" + (f" to {high}" if high is not None else " up")

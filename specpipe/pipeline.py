@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specpipe.acceptance import Verdict, judge_on_device, judge_row
+from specpipe.acceptance import Verdict, emitted_logprobs, judge_on_device, judge_row
 from specpipe.chance import Chance
 from specpipe.clock import StepClock
 from specpipe.draft import ContractError, Draft
@@ -19,7 +19,7 @@ from specpipe.samplers import Sampler
 from specpipe.sequence import Sequence, Step
 from specpipe.settings import GenerationSettings
 from specpipe.stats import Completion, completion
-from specpipe.text import Piece, TextCodec
+from specpipe.text import Piece, StopWatch, TextCodec
 
 
 class Pipeline:
@@ -71,6 +71,7 @@ class Pipeline:
             for sequence, k, (block, betas) in zip(sequences, draft.lengths, verdicts, strict=True)
         ]
         self.verifier.roll_back(sequences)
+        self._report(sequences, steps, logits)
         seconds = clock.stop()
         for step in steps:
             step.has_q, step.seconds = draft.probs is not None, seconds
@@ -87,22 +88,32 @@ class Pipeline:
         seen: Counter[tuple[int, ...]] = Counter()
         made = []
         for number, prompt in enumerate(prompts):
-            ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
             try:
+                ids = self._ids(prompt)
                 made.append(
                     Sequence(
                         ids,
                         self.settings,
                         stop_ids=self.settings.stop_ids(target.eos_ids),
+                        stop_text=StopWatch(self.text, self.settings.stop) if self.settings.stop else None,
                         context=target.context,
                         chance=Chance(self.seed, ids, repeat=seen[tuple(ids)]),
                     )
                 )
             except UserError as error:
-                where = f"number {number}: " if len(prompts) > 1 else ""
-                raise UserError(f"{where}{error.message}", key=error.key) from None
+                where = f"number {number + 1}: " if len(prompts) > 1 else ""
+                raise UserError(f"{where}{error.message}", key=error.key) from error
             seen[tuple(ids)] += 1
         return made
+
+    def _ids(self, prompt: str | Items[int]) -> list[int]:
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        if not isinstance(ids, Items) or not all(isinstance(token, int) for token in ids):
+            raise UserError(f"{prompt!r} is neither a text nor a list of token ids.", key="prompt")
+        size = vocabulary_size(self.verifier.target)
+        if beyond := [token for token in ids if not 0 <= token < size]:
+            raise UserError(f"holds the id {beyond[0]}, but the target's ids end at {size - 1}.", key="prompt")
+        return list(ids)
 
     def generate(self, prompts: str | Items[str | Items[int]]) -> list[Completion]:
         """Decode each prompt to its end.
@@ -113,21 +124,28 @@ class Pipeline:
         Raises:
             UserError: for an empty prompt or one that does not fit the target's context.
         """
+        if not isinstance(prompts, (str, Items)):
+            raise UserError(
+                f"{prompts!r} is neither a text nor a list of texts or of lists of token ids.", key="prompt"
+            )
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
         done = []
         for prompt, sequence in zip(asked, self.sequences(asked), strict=True):
             for _ in self.decode(sequence):
                 pass
-            done.append(completion(prompt, sequence, self.text.decode(sequence.new_tokens), self.gamma))
+            done.append(completion(prompt, sequence, self.text.answer(sequence), self.gamma))
         return done
 
     def stream(self, prompt: str | Items[int]) -> Iterator[Piece]:
         """Text as it is emitted, each piece with the kind of token that completed it; never half a character."""
         sequence = self.sequences([prompt])[0]
-        pieces = self.text.pieces()
-        for step in self.decode(sequence):
-            yield from pieces.push(step)
-        yield from pieces.flush()
+        yield from self.text.stream(sequence, self.decode(sequence))
+
+    def _report(self, sequences: list[Sequence], steps: list[Step], logits: list[Tensor]) -> None:
+        """Log-probabilities of the emitted tokens, each from the row it was drawn from, where they were asked for."""
+        if self.settings.logprobs is not None:
+            for sequence, step, rows in zip(sequences, steps, logits, strict=True):
+                step.logprobs = emitted_logprobs(sequence, step, rows)
 
     def _checked(self, draft: Draft, asked: list[int]) -> Draft:
         name = type(self.proposer).__name__
@@ -144,8 +162,13 @@ class Pipeline:
             raise ContractError(f"{type(self.proposer).__name__}: {error}") from None
 
 
+def vocabulary_size(target: Any) -> int:
+    """How many ids the target's embedding and head know."""
+    return int(target.model.config.get_text_config().vocab_size)
+
+
 def _refuse_foreign_ids(settings: GenerationSettings, target: Any) -> None:
     try:
-        settings.refuse_ids_from(target.model.config.get_text_config().vocab_size)
+        settings.refuse_ids_from(vocabulary_size(target))
     except UserError as error:
         raise error.under("generation") from None

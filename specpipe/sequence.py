@@ -5,7 +5,7 @@ It knows where a block of tokens must end; it knows nothing of models, caches or
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
@@ -15,13 +15,22 @@ from specpipe.errors import UserError
 from specpipe.settings import GenerationSettings
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability (natural) of an emitted token, and the best ids with theirs, best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 @dataclass
 class Step:
     """One propose - verify - accept round. Counts are those of what was emitted (theory.md section 1).
 
     drafted (k_s) tokens were scored, the first `accepted` (N_s) of them emitted, then `extra` (0 or 1) more.
     `overlaps` holds sum_x min(p, q) of each verified position; `has_q`: the draft came with the laws it was drawn from;
-    `seconds` is the time by part.
+    `logprobs` has an entry per emitted token where they were asked for; `seconds` is the time by part.
     """
 
     drafted: int
@@ -30,6 +39,7 @@ class Step:
     overlaps: list[float]
     prefill: bool = False
     has_q: bool = False
+    logprobs: list[TokenLogprobs] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -50,6 +60,7 @@ class Sequence:
         prompt: token ids, at least one.
         settings: how to draw and when to end.
         stop_ids: ids that end the request.
+        stop_text: told each emitted id, says whether a stop string is now complete.
         context: positions the target has, or None if it has no limit.
         chance: the request's randomness.
 
@@ -63,6 +74,7 @@ class Sequence:
         settings: GenerationSettings,
         *,
         stop_ids: Collection[int] = (),
+        stop_text: Callable[[int], bool] | None = None,
         context: int | None = None,
         chance: Chance,
     ) -> None:
@@ -74,6 +86,8 @@ class Sequence:
         self.prompt_length = len(prompt)
         self.settings = settings
         self.stop_ids = frozenset(stop_ids)
+        self.stop_text = stop_text
+        self.stopped_by_text = False
         self.chance = chance
         self.steps: list[Step] = []
         self._ends = self._limits(settings.max_new_tokens, context)
@@ -98,13 +112,20 @@ class Sequence:
         for token in block:
             emitted.append(token)
             self.tokens.append(token)
-            self.finish_reason = "stop" if token in self.stop_ids else self._limit_reached()
+            self.finish_reason = "stop" if self._stops(token) else self._limit_reached()
             if self.finish_reason:
                 break
         accepted = min(len(block) - 1, len(emitted))
         verified = min(drafted, len(emitted))
         self.steps.append(Step(drafted, accepted, emitted, list(overlaps[:verified]), prefill))
         return self.steps[-1]
+
+    def _stops(self, token: int) -> bool:
+        completed = self.stop_text is not None and self.stop_text(token)
+        if len(self.tokens) - self.prompt_length < self.settings.min_new_tokens:
+            return False
+        self.stopped_by_text = completed
+        return completed or token in self.stop_ids
 
     def _limits(self, max_new_tokens: int | None, context: int | None) -> list[tuple[int, str]]:
         limits = [] if max_new_tokens is None else [(self.prompt_length + max_new_tokens, "length")]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from specpipe.errors import UserError, flag, integer, number
+from specpipe.errors import UserError, choice, flag, integer, number
+
+COLDEST = 1e-30  # a smaller divisor is not a normal float32
 
 
 class GenerationSettings:
@@ -20,7 +22,7 @@ class GenerationSettings:
         frequency_penalty: subtracted from an id's logit once per occurrence in the output.
         presence_penalty: subtracted from the logit of every id that occurs in the output.
         banned_token_ids: never emitted.
-        min_new_tokens: no stop id before that many tokens are out.
+        min_new_tokens: no end before that many tokens are out; stop ids are not drawn until then.
         temperature: 0 is greedy, and the settings below do nothing; otherwise logits are divided by it.
         top_k: keep the k largest logits, ties with the k-th included; 0 keeps all.
         top_p: keep the smallest set of largest probabilities whose mass reaches top_p; 1 keeps all.
@@ -28,7 +30,11 @@ class GenerationSettings:
         typical_p: keep the smallest set with this mass whose surprise is closest to the entropy; 1 keeps all.
         max_new_tokens: at most this many tokens; None runs to the end of the context.
         stop_token_ids: end after any of these ids, besides the model's own end-of-text ids.
+        stop: end where the text contains any of these strings; ids end with the token that completes it.
+        include_stop_str_in_output: leave the stop string in the text.
         ignore_eos: the model's own end-of-text ids do not end the request.
+        logprobs: report the log-probability of each emitted token and of the so many best; None reports none.
+        logprobs_mode: `raw` is the model's own law, `processed` the law under the settings above.
 
     Raises:
         UserError: naming the key, the value and what is allowed.
@@ -50,7 +56,11 @@ class GenerationSettings:
         typical_p: float = 1.0,
         max_new_tokens: int | None = 128,
         stop_token_ids: Sequence[int] | None = None,
+        stop: str | Sequence[str] | None = None,
+        include_stop_str_in_output: bool = False,
         ignore_eos: bool = False,
+        logprobs: int | None = None,
+        logprobs_mode: str = "raw",
     ) -> None:
         self.logit_bias = _biases("logit_bias", logit_bias)
         self.repetition_penalty = number("repetition_penalty", repetition_penalty, 0, above=True)
@@ -59,13 +69,21 @@ class GenerationSettings:
         self.banned_token_ids = _ids("banned_token_ids", banned_token_ids)
         self.min_new_tokens = integer("min_new_tokens", min_new_tokens, 0)
         self.temperature = number("temperature", temperature, 0)
+        if 0 < self.temperature < COLDEST:
+            raise UserError(
+                f"{temperature!r} is neither 0 (greedy) nor a number from {COLDEST:g} up.", key="temperature"
+            )
         self.top_k = integer("top_k", top_k, 0)
         self.top_p = number("top_p", top_p, 0, 1, above=True)
         self.min_p = number("min_p", min_p, 0, 1)
         self.typical_p = number("typical_p", typical_p, 0, 1, above=True)
         self.max_new_tokens = None if max_new_tokens is None else integer("max_new_tokens", max_new_tokens, 0)
         self.stop_token_ids = _ids("stop_token_ids", stop_token_ids)
+        self.stop = _strings("stop", stop)
+        self.include_stop_str_in_output = flag("include_stop_str_in_output", include_stop_str_in_output)
         self.ignore_eos = flag("ignore_eos", ignore_eos)
+        self.logprobs = None if logprobs is None else integer("logprobs", logprobs, 0)
+        self.logprobs_mode = choice("logprobs_mode", logprobs_mode, ("raw", "processed"))
 
     @property
     def depends_on_prefix(self) -> bool:
@@ -94,6 +112,13 @@ def _biases(key: str, value: Mapping[int, float] | None) -> dict[int, float]:
         integer(key, token, 0): -math.inf if bias == -math.inf else number(key, bias, -math.inf)
         for token, bias in value.items()
     }
+
+
+def _strings(key: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(each, str) and each for each in strings):
+        raise UserError(f"{value!r} is not a text or a list of texts, none of them empty.", key=key)
+    return strings
 
 
 def _ids(key: str, value: Sequence[int] | None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specpipe.clock import PARTS
-from specpipe.sequence import Sequence, Step
+from specpipe.sequence import Sequence, Step, TokenLogprobs
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Completion:
     alpha: float | None
     timing: dict[str, float]
     spec_decode: dict[str, Any]
+    logprobs: list[TokenLogprobs] | None = None
 
     def record(self) -> dict[str, Any]:
         """Plain values for result.json."""
@@ -55,6 +56,7 @@ def completion(prompt: str | Items[int], sequence: Sequence, text: str, gamma: i
         alpha=ratio(*_overlap(steps)),
         timing=timing(steps),
         spec_decode=spec_decode(steps, gamma),
+        logprobs=_logprobs(sequence),
     )
 
 
@@ -73,6 +75,12 @@ def summarise(requests: Items[Items[Step]], gamma: int) -> dict[str, Any]:
         "alpha": {"mean": mean, "low": low, "high": high},
         "cost_ratio": cost_ratio(steps),
     }
+
+
+def _logprobs(sequence: Sequence) -> list[TokenLogprobs] | None:
+    if sequence.settings.logprobs is None:
+        return None
+    return [entry for step in sequence.steps for entry in step.logprobs or ()]
 
 
 def spec_decode(steps: Iterable[Step], gamma: int) -> dict[str, Any]:

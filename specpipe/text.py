@@ -5,12 +5,13 @@ Knows tokenizers; knows nothing of models or of how tokens came about, beyond th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
-from specpipe.errors import UserError
-from specpipe.sequence import Step
+from specpipe.errors import UserError, one_line
+from specpipe.sequence import Sequence, Step
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # how bytes read that are no character, or not yet one
 PENDING = 3  # a character has up to 4 bytes, so at most 3 of them may be waiting for the last
@@ -50,16 +51,96 @@ class TextCodec:
         if not self.chat:
             return list(self._tokenizer(prompt)["input_ids"])
         messages = [{"role": "user", "content": prompt}]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the model's authors
+            what = f"the target's chat template fails ({one_line(error)}); prompts.chat=false goes without"
+            raise UserError(f"{what}.", key="prompts.chat") from error
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Items[int]) -> str:
         """Text of some ids without special tokens; bytes that are no character become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def answer(self, sequence: Sequence) -> str:
+        """Text of a request's output, cut at the stop string that ended it, if one did."""
+        ids, settings = sequence.new_tokens, sequence.settings
+        text = self.decode(ids)
+        if not sequence.stopped_by_text:
+            return text
+        seen = len(self.decode(ids[:-1]).rstrip(BROKEN))  # the last token completed it
+        found = [(text.find(string, max(0, seen - len(string) + 1)), len(string)) for string in settings.stop]
+        start, length = min(
+            ((i, n) for i, n in found if i >= 0), key=lambda hit: hit[0] + hit[1], default=(len(text), 0)
+        )
+        return text[: start + length] if settings.include_stop_str_in_output else text[:start]
 
     def pieces(self) -> PieceStream:
         """A fresh stream for one answer."""
         return PieceStream(self)
+
+    def stream(self, sequence: Sequence, steps: Iterable[Step]) -> Iterator[Piece]:
+        """The answer of `sequence` in pieces, as its steps are made; joined they are `answer`.
+
+        Text that may become a stop string waits until it has or has not.
+        """
+        pieces, held = self.pieces(), HeldBack(sequence.settings.stop)
+        for step in steps:
+            held.add(pieces.push(step))
+            if sequence.finish_reason is None:
+                yield from held.ready()
+        held.add(pieces.flush())
+        yield from held.end(len(self.answer(sequence)))
+
+
+class StopWatch:
+    """Says when an answer first contains one of some strings, told its ids one by one."""
+
+    def __init__(self, codec: TextCodec, strings: Items[str]) -> None:
+        self._stream = PieceStream(codec)
+        self._strings = strings
+        self._tail = ""  # what a stop string may have begun in
+
+    def __call__(self, token: int) -> bool:
+        text = self._tail + "".join(piece.text for piece in self._stream.add(token, "plain"))
+        self._tail = text[-(max(map(len, self._strings)) - 1) :] if max(map(len, self._strings)) > 1 else ""
+        return any(string in text for string in self._strings)
+
+
+class HeldBack:
+    """Pieces of which the last ones may be the beginning of a stop string."""
+
+    def __init__(self, strings: Items[str]) -> None:
+        self._strings = strings
+        self._waiting: list[Piece] = []
+        self._out = 0  # characters passed on
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        self._waiting += pieces
+
+    def ready(self) -> Iterator[Piece]:
+        """What can no longer belong to a stop string."""
+        text = "".join(piece.text for piece in self._waiting)
+        yield from self._pass(len(text) - max((begin(text, string) for string in self._strings), default=0))
+
+    def end(self, length: int) -> Iterator[Piece]:
+        """The rest of an answer that turned out to be `length` characters long."""
+        yield from self._pass(length - self._out)
+
+    def _pass(self, count: int) -> Iterator[Piece]:
+        while count > 0 and self._waiting:
+            piece = self._waiting.pop(0)
+            if len(piece.text) > count:
+                self._waiting.insert(0, Piece(piece.text[count:], piece.kind))
+                piece = Piece(piece.text[:count], piece.kind)
+            count -= len(piece.text)
+            self._out += len(piece.text)
+            yield piece
+
+
+def begin(text: str, string: str) -> int:
+    """Length of the longest end of `text` that `string` begins with, the whole string included."""
+    return next((n for n in range(min(len(text), len(string)), 0, -1) if text.endswith(string[:n])), 0)
 
 
 class PieceStream:
@@ -81,10 +162,14 @@ class PieceStream:
     def push(self, step: Step) -> Iterator[Piece]:
         """Pieces that this step completed."""
         for token, kind in zip(step.tokens, step.kinds, strict=True):
-            self._kind = kind
-            self._read(token)
-            yield from self._show(len(self._text) - self._pending())
-            self._shorten()
+            yield from self.add(token, kind)
+
+    def add(self, token: int, kind: str) -> Iterator[Piece]:
+        """Pieces that this token completed."""
+        self._kind = kind
+        self._read(token)
+        yield from self._show(len(self._text) - self._pending())
+        self._shorten()
 
     def flush(self) -> Iterator[Piece]:
         """What was held back, at the end of the answer."""

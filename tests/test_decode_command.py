@@ -237,7 +237,9 @@ def test_two_sources_of_prompts_are_refused(
 ) -> None:
     """C45: neither is ignored in silence."""
     assert decode(*twelve, "prompt=hello") == 2
-    assert "prompts=jsonl" in capsys.readouterr().err
+    assert "given beside prompts=jsonl" in capsys.readouterr().err
+    assert decode("prompt=hello", "prompts.limit=3") == 2
+    assert "given beside prompts.limit=3" in capsys.readouterr().err
 
 
 def test_load_gives_the_pipeline_of_the_command_line() -> None:

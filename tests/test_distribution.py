@@ -194,7 +194,9 @@ def test_greedy_is_the_lowest_id_of_the_best() -> None:
     logits = torch.tensor([1.0, 3.0, 3.0, 2.0])
     assert law(logits, temperature=0.0) == [0, 1, 0, 0]
     assert GenerationSettings(temperature="0.0").temperature == 0  # type: ignore[arg-type]
-    assert law(torch.tensor([1.0, 3.0, 2.0]), temperature=1e-6) == [0, 1, 0]
+    for temperature in (1e-6, 1e-30):
+        assert law(torch.tensor([1.0, 3.0, 2.0]), temperature=temperature) == [0, 1, 0]
+    assert law(torch.tensor([1.0, 3.0, 2.0]), temperature=1e300) == pytest.approx([1 / 3] * 3)
 
 
 @pytest.mark.parametrize("temperature", [-1, math.nan, math.inf, "warm", None, True])

@@ -61,7 +61,7 @@ def test_the_proposer_of_contributing_decodes(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "myconf" / "proposer" / "mine.yaml").write_text(blocks(CONTRIBUTING, "yaml")[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    words = "--config-dir ./myconf proposer=mine proposer.period=2 target=tiny wandb=none prompt=hello"
+    words = "target=tiny wandb=none --config-dir ./myconf proposer=mine proposer.period=2 prompt=hello"
     monkeypatch.setattr(sys, "argv", ["specpipe", "decode", *words.split(), "generation.max_new_tokens=20"])
     assert cli.main() == 0
     assert "accepted" in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_prompts_that_cannot_be_decoded_are_refused() -> None:
     pipeline = pipeline_of(chain(32), 32, Scripted(lambda t, k: []), context=10)
     with pytest.raises(UserError, match="no tokens"):
         pipeline.generate([[]])
-    with pytest.raises(UserError, match="number 1: 11 tokens do not fit the target's context of 10"):
+    with pytest.raises(UserError, match="number 2: 11 tokens do not fit the target's context of 10"):
         pipeline.generate([[1], [1] * 11])
     assert not pipeline.verifier.target.model.calls
     with pytest.raises(UserError, match="max_new_tokens"):

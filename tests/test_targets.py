@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specpipe.errors import UserError
+from specpipe.pipeline import Pipeline
+from specpipe.proposers.none import NoProposer
+from specpipe.samplers.rejection import Rejection
+from specpipe.settings import GenerationSettings
 from specpipe.text import TextCodec
+from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import hf, tiny
 
 
@@ -74,7 +81,7 @@ def test_a_hub_id_offline_uses_local_files_only(monkeypatch: pytest.MonkeyPatch,
 def test_wrong_types_and_devices_are_refused_with_what_is_allowed() -> None:
     with pytest.raises(UserError, match="bfloat16"):
         tiny(dtype="bf16")
-    with pytest.raises(UserError, match="auto, cpu, cuda"):
+    with pytest.raises(UserError, match="not a device of this machine"):
         tiny(device="abacus")
 
 
@@ -99,3 +106,85 @@ def test_the_chat_template_is_applied_once_and_only_if_there_is_one() -> None:
     )
     assert TextCodec(tokenizer).decode(TextCodec(tokenizer).encode("hi")) == "<hi>:"
     assert TextCodec(tokenizer, chat=False).decode(TextCodec(tokenizer, chat=False).encode("hi")) == "hi"
+
+
+# ---- directories that are not as they should be: one line each, never a wrong answer ----
+
+
+@pytest.fixture
+def broken(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the model directory, to be broken."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(UserError) as error:
+        EagerVerifier(hf(model=str(path), dtype="float32", device="cpu"))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_missing_weights_are_refused_not_made_up(broken: Path) -> None:
+    """The library would draw them at random and go on."""
+    weights = load_file(broken / "model.safetensors")
+    gone = [name for name in weights if "q_proj" in name]
+    save_file({k: v for k, v in weights.items() if k not in gone}, broken / "model.safetensors", {"format": "pt"})
+    assert f"lacks weights: {gone[0]} and {len(gone) - 1} more" in refused(broken)
+
+
+def test_damaged_weights_are_one_line(broken: Path) -> None:
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:1000])
+    assert "could not be loaded" in refused(broken)
+
+
+def test_weights_of_another_size_are_one_line(broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    assert "could not be loaded" in refused(broken)
+
+
+def test_weights_that_are_not_numbers_are_refused(broken: Path) -> None:
+    weights = load_file(broken / "model.safetensors")
+    weights = {name: value * float("nan") for name, value in weights.items()}
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    assert "its weights are broken" in refused(broken)
+
+
+def test_a_chat_template_that_fails_is_one_line(broken: Path) -> None:
+    for template in ("{% for %}", "{{ raise_exception('no users here') }}"):
+        (broken / "chat_template.jinja").write_text(template)
+        target = hf(model=str(broken), dtype="float32", device="cpu")
+        with pytest.raises(UserError, match=r"prompts\.chat: .*template fails"):
+            TextCodec(target.tokenizer).encode("hi")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_where_it_matters() -> None:
+    target = tiny(device="cpu")
+    target.model.resize_token_embeddings(100)
+    settings = GenerationSettings(max_new_tokens=2)
+    parts = {"proposer": NoProposer(), "sampler": Rejection(), "settings": settings}
+    pipeline = Pipeline(verifier=EagerVerifier(target), **parts)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="ids end at 99"):
+        pipeline.generate([[150]])
+
+
+@pytest.mark.parametrize("wrong", [5, None, [5], ["a", 5], [[1, "b"]]])
+def test_prompts_of_another_kind_are_one_line(wrong: Any) -> None:
+    parts = {"proposer": NoProposer(), "sampler": Rejection(), "settings": GenerationSettings(max_new_tokens=1)}
+    pipeline = Pipeline(verifier=EagerVerifier(tiny(device="cpu")), **parts)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="neither a text nor a list"):
+        pipeline.generate(wrong)
+
+
+def test_values_of_another_kind_are_refused_by_name() -> None:
+    for call, key in (
+        (lambda: hf(model=5), "model"),  # type: ignore[arg-type]
+        (lambda: tiny(seed="abc"), "seed"),  # type: ignore[arg-type]
+        (lambda: tiny(device="meta"), "device"),
+        (lambda: GenerationSettings(temperature=1e-40), "temperature"),
+    ):
+        with pytest.raises(UserError) as error:
+            call()
+        assert error.value.key == key

@@ -235,6 +235,22 @@ def test_an_encoder_decoder_is_refused() -> None:
         EagerVerifier(Target(model, ToyTokenizer(), "t5", None))
 
 
+@pytest.mark.parametrize(("kind", "says"), [("Bloom", "cannot be read with a cache"), ("Bert", "not a causal model")])
+def test_other_architectures_are_refused_by_name(kind: str, says: str) -> None:
+    """Positions made of the attention mask; attention in both directions."""
+    if kind == "Bloom":
+        model = small("Bloom", n_head=4, n_layer=2)
+    else:
+        import transformers
+
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = transformers.BertLMHeadModel(transformers.BertConfig(**sizes, intermediate_size=64)).double().eval()
+    with pytest.raises(UserError, match=says) as error:
+        EagerVerifier(Target(model, ToyTokenizer(), kind, None))
+    assert type(model).__name__ in str(error.value)
+
+
 def test_a_model_with_hidden_state_is_found_out_by_the_rehearsal() -> None:
     """C31: `running`: its sum lives outside the cache and cannot be cut back, and nothing in its config says so."""
 
@@ -245,9 +261,11 @@ def test_a_model_with_hidden_state_is_found_out_by_the_rehearsal() -> None:
             result = super().forward(input_ids, cache=cache, **given)
             if cache is None:
                 self.total = 0
-            for column in range(input_ids.shape[1]):
-                self.total += int(input_ids[0, column])
-            result.logits[..., :] = context(self.size)([self.total])
+            rows = []
+            for token in input_ids[0].tolist():
+                self.total += token
+                rows.append(context(self.size)([self.total]))
+            result.logits[0] = torch.stack(rows[-result.logits.shape[1] :])
             return result
 
     with pytest.raises(UserError, match="roll-back"):

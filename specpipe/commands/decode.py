@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from specpipe.errors import UserError
 from specpipe.pipeline import Pipeline
 from specpipe.prompts import Prompts
 from specpipe.results import RunFolder, undisturbed
-from specpipe.sequence import Sequence
+from specpipe.sequence import Sequence, Step
 from specpipe.stats import completion, summarise
 from specpipe.terminal import DecodeView, OutputClosed
 
@@ -51,7 +51,7 @@ def run(config: DictConfig) -> int:
     """Decode all prompts of the config; returns the exit code."""
     settled = plain(config)
     hydra = HydraConfig.get().runtime
-    asked = _prompts(config, hydra.choices)
+    asked = _prompts(config)
     tracker = build(config.wandb, "wandb")
     if sys.stderr.isatty():
         print(f"loading {hydra.choices.get('target')} ...", file=sys.stderr)
@@ -87,17 +87,18 @@ def _decode(
 ) -> dict[str, Any]:
     """One request to its end, recorded also when it is interrupted."""
     view.begin(number, text)
-    pieces = pipeline.text.pieces()
-    try:
+
+    def recorded() -> Iterator[Step]:
         for index, step in enumerate(pipeline.decode(sequence)):
             folder.step(number, index, step)
-            for piece in pieces.push(step):
-                view.piece(piece)
-        for piece in pieces.flush():
+            yield step
+
+    try:
+        for piece in pipeline.text.stream(sequence, recorded()):
             view.piece(piece)
     finally:
         with undisturbed():
-            answer = pipeline.text.decode(sequence.new_tokens)
+            answer = pipeline.text.answer(sequence)
             record = completion(text, sequence, answer, pipeline.gamma).record()
             folder.request(record)
     view.end(record)
@@ -142,14 +143,14 @@ def _rule_note(rules: Mapping[str, int]) -> str | None:
     )
 
 
-def _prompts(config: DictConfig, choices: Mapping[str, str]) -> Prompts:
-    if config.prompt is not None:
-        if choices.get("prompts") != "demo":
-            raise UserError(
-                f"given beside prompts={choices.get('prompts')}; only one of the two can be decoded.", key="prompt"
-            )
-        return prompts.one(config.prompt, config.prompts.get("chat"))
-    return build(config.prompts, "prompts")
+def _prompts(config: DictConfig) -> Prompts:
+    if config.prompt is None:
+        return build(config.prompts, "prompts")
+    for override in HydraConfig.get().overrides.task:
+        key = override.lstrip("+").partition("=")[0]
+        if (key == "prompts" or key.startswith("prompts.")) and key != "prompts.chat":
+            raise UserError(f"given beside {override}; only one of the two can be decoded.", key="prompt")
+    return prompts.one(config.prompt, config.prompts.get("chat"))
 
 
 def _head(pipeline: Pipeline, config: dict[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from specpipe.chance import Chance
 from specpipe.draft import Draft
-from specpipe.errors import UserError
+from specpipe.errors import UserError, one_line
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.reader import Reader
@@ -37,24 +37,40 @@ def refuse_unsupported(model: Any) -> None:
 
 
 def plain_logits(model: Any) -> torch.Tensor:
-    """Logits [V] behind the rehearsal's text, from one pass without a cache: what `rehearse` must reproduce."""
-    ids = torch.tensor([_text(model)[:4]], device=next(model.parameters()).device)
+    """Logits [V] behind the rehearsal's text, from one pass without a cache: what `rehearse` must reproduce.
+
+    Raises UserError for a model that gives no such logits: not finite, or changed by what stands behind a position.
+    """
+    a, b, c, d, _ = _text(model)
+    device = next(model.parameters()).device
     with torch.inference_mode():
-        return model(input_ids=ids, use_cache=False).logits[0, -1]
+        longer = model(input_ids=torch.tensor([[a, b, c, d]], device=device), use_cache=False).logits[0]
+        shorter = model(input_ids=torch.tensor([[a, b]], device=device), use_cache=False).logits[0]
+    name = type(model).__name__
+    if longer.isnan().any() or not longer.isfinite().any():
+        raise UserError(f"{name} gives logits that are not numbers: its weights are broken.", key="model")
+    if not _difference(longer[1], shorter[1]) <= ROUNDING[longer.dtype]:
+        raise UserError(f"{name} looks at the tokens behind a position: it is not a causal model.", key="model")
+    return longer[-1]
 
 
 def rehearse(reader: Reader, expected: torch.Tensor) -> None:
     """Raise UserError unless reading, rolling back and reading on gives the `expected` logits."""
     a, b, c, d, wrong = _text(reader.model)
+    name = type(reader.model).__name__
     sequence = Sequence([a, b], GenerationSettings(max_new_tokens=4), chance=Chance(0))
-    reader.read([sequence], Draft.of([[c, wrong, wrong]], reader.device))
-    sequence.commit([c, d], 3, [])
-    reader.roll_back([sequence])
-    logits = reader.read([sequence], Draft.of([[]], reader.device))[0][-1]
-    error = _difference(logits, expected)
-    if not error <= ROUNDING[expected.dtype]:
-        what = f"{type(reader.model).__name__} does not reproduce its own logits after a roll-back"
-        raise UserError(f"{what} (off by {error:.0%} of their spread).", key="model")
+    try:
+        reader.read([sequence], Draft.of([[c, wrong, wrong]], reader.device))
+        sequence.commit([c, d], 3, [])
+        reader.roll_back([sequence])
+        logits = reader.read([sequence], Draft.of([[]], reader.device))[0][-1]
+    except Exception as error:  # a model that expects another cache or mask may raise anything
+        what = f"{name} cannot be read with a cache that rolls back"
+        raise UserError(f"{what}: {one_line(error)}", key="model") from error
+    off = _difference(logits, expected)
+    if not off <= ROUNDING[expected.dtype]:
+        what = f"{name} does not reproduce its own logits after a roll-back"
+        raise UserError(f"{what} (off by {off:.0%} of their spread).", key="model")
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from specpipe.errors import UserError, choice, nearest
+from specpipe.errors import UserError, choice, integer, nearest, one_line
 from specpipe.paths import from_start
 from specpipe.verifier.quiet import quiet_transformers
 from specpipe.verifier.smollm2 import ensure_smollm2
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
+
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 
 @dataclass
@@ -63,6 +65,8 @@ def hf(*, model: str, dtype: str = "bfloat16", device: str = "auto") -> Target:
         UserError: if there is no such model, or it is not a causal LM that `transformers` can load.
     """
     where, kind = _device(device), _dtype(dtype)
+    if not isinstance(model, str):
+        raise UserError(f"{model!r} is neither a directory nor a hub id like 'org/name'.", key="model")
     path = from_start(model)
     if path.is_dir():
         return _load(str(path.resolve()), kind, where)
@@ -75,6 +79,7 @@ def tiny(*, dtype: str = "float32", device: str = "auto", seed: int = 0) -> Targ
     """A random two-layer Llama over bytes, built in memory: for tests and smoke runs, it has nothing to say."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    integer("seed", seed, 0)
     tokenizer = _byte_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -99,11 +104,14 @@ def _load(path: str, dtype: torch.dtype, device: torch.device, name: str | None 
 
     try:
         with quiet_transformers():
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            model, report = loaded
             tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{name or path!r} could not be loaded: {reason}", key="model") from error
+    except Exception as error:  # whatever a directory that is not as it should be makes the library raise
+        raise UserError(f"{name or path!r} could not be loaded: {one_line(error)}", key="model") from error
+    if missing := sorted(report["missing_keys"]):  # the library would make them up
+        some = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
+        raise UserError(f"{name or path!r} lacks weights: {some}.", key="model")
     return Target(model.to(device), tokenizer, name or Path(path).name, path)
 
 
@@ -124,10 +132,8 @@ def _local_snapshot(model: str) -> str:
     try:
         return snapshot_download(model, allow_patterns=patterns)
     except Exception as error:  # the hub client raises its own, requests' and the system's errors
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"{model!r} is not in the local cache and could not be downloaded: {reason}", key="model"
-        ) from error
+        what = f"{model!r} is not in the local cache and could not be downloaded"
+        raise UserError(f"{what}: {one_line(error)}", key="model") from error
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -141,9 +147,12 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        where = f"{name!r} is not a device of this machine (auto, cpu, cuda, cuda:0, ...)"
-        raise UserError(f"{where}.{nearest(name, ('auto', 'cpu', 'cuda'))}", key="device") from error
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        kind = str(name).split(":")[0]
+        hint = "" if kind in DEVICES else nearest(kind, DEVICES)
+        raise UserError(f"{name!r} is not a device of this machine.{hint}", key="device") from error
+    if device.type == "meta":
+        raise UserError("'meta' holds no weights; there are auto, cpu, cuda, cuda:1, ...", key="device")
     return device
 
 

@@ -27,14 +27,20 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--gammas", default="1,3,5,8")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on to --tokens, past the end of the answer")
     asked = parser.parse_args()
     texts = jsonl(path=asked.prompts, limit=asked.limit).texts
-    pipeline = load("proposer=ngram", f"target.dtype={asked.dtype}", f"generation.max_new_tokens={asked.tokens}")
+    pipeline = load(
+        "proposer=ngram",
+        f"target.dtype={asked.dtype}",
+        f"generation.max_new_tokens={asked.tokens}",
+        f"generation.ignore_eos={asked.ignore_eos}",
+    )
     plain_model = load("verifier.prepack=false", f"target.dtype={asked.dtype}").verifier.target.model
     wrong = 0
     for number, text in enumerate(texts):
         prompt = pipeline.text.encode(text)
-        plain = generate(plain_model, prompt, asked.tokens)
+        plain = generate(plain_model, prompt, asked.tokens, asked.ignore_eos)
         for gamma in map(int, asked.gammas.split(",")):
             pipeline.gamma = gamma
             done = pipeline.generate([prompt])[0]
@@ -48,10 +54,11 @@ def main() -> int:
     return int(wrong > 0)
 
 
-def generate(model: torch.nn.Module, prompt: list[int], n: int) -> list[int]:
+def generate(model: torch.nn.Module, prompt: list[int], n: int, ignore_eos: bool) -> list[int]:
     ids = torch.tensor([prompt])
+    more = {"eos_token_id": None} if ignore_eos else {}
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, **more)
     return out[0, len(prompt) :].tolist()
 
 

@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/python -m specpipe decode proposer=ngram
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .

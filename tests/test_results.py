@@ -101,6 +101,7 @@ def test_trace_has_one_line_per_step_and_is_not_there_unless_asked_for(tmp_path:
         "token_ids": [4, 5],
         "kinds": ["accepted", "correction"],
         "overlaps": [0.5, None],
+        "has_q": False,
         "seconds": {"draft": 0.25},
     }
     run_folder(tmp_path / "without").step(0, 0, step)

@@ -19,8 +19,6 @@ Verdict = tuple[list[int], list[float]]
 def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits: Tensor) -> Verdict:
     """Row b's verdict, target laws made one by one as the sampler asks for them. logits: [k + 1, V]."""
     x, q = draft.row(b)
-    if any(not 0 <= token < logits.shape[-1] for token in x):
-        raise ContractError(f"proposed {x}, but the target's ids end at {logits.shape[-1] - 1}")
     p = Rows(logits, sequence.settings, sequence.prefix, x)
     n, y = sampler.accept(x, p, q, sequence.chance)
     betas = [(p[i][x[i]] if q is None else torch.minimum(p[i], q[i]).sum()).item() for i in range(min(n + 1, len(x)))]
@@ -34,7 +32,7 @@ def judge_on_device(sampler: Any, sequences: list[Sequence], draft: Draft, logit
         k = draft.lengths[b]
         x = draft.tokens[b, :k].to(table.device)
         p = _all_rows(logits[b], sequence, x)
-        q = None if draft.probs is None else draft.probs[b, :k]
+        q = None if draft.probs is None else draft.probs[b, :k].to(table.device)
         u, v = sequence.chance.uniforms(k)
         u_v = torch.tensor([*u, v], dtype=torch.float64, device=table.device)
         table[b, :2] = sampler.accept_on_device(x, p, q, u_v[:k], u_v[k])

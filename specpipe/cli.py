@@ -51,7 +51,7 @@ CONFIG_ERRORS = (UserError, HydraException, OmegaConfBaseException)
 
 
 def main() -> int:
-    """Run the command of `sys.argv`. Returns 0, 1 (the answer is no), 2 (wrong input), 3 (not enough data) or 130."""
+    """Run the command of `sys.argv`. Returns 0, 2 (wrong input, not saved), 130 (interrupted) or 141 (pipe closed)."""
     program, *words = sys.argv
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())), end="")
@@ -118,7 +118,8 @@ def _job(command: str, config: DictConfig, traced: bool) -> int:
     try:
         check(config, command, overrides)
         return int(importlib.import_module(f"specpipe.commands.{command}").run(config))
-    except CONFIG_ERRORS as error:
+    except (*CONFIG_ERRORS, FloatingPointError) as error:  # the latter: no token is left, or the weights are broken
+        error = UserError(str(error)) if isinstance(error, FloatingPointError) else error
         job = f"job {given.job.num}: " if given.mode is RunMode.MULTIRUN else ""
         return _complain(explain(error, command, overrides), traced, job)
 

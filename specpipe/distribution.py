@@ -138,7 +138,7 @@ def _adjusted(logits: Tensor, settings: GenerationSettings, prefix: Prefix) -> T
     for token, bias in settings.logit_bias.items():
         scores[token] += bias
     if settings.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*prefix.prompt, *prefix.output}), device=scores.device)
+        seen = torch.tensor(sorted({*prefix.prompt, *prefix.output}), dtype=torch.long, device=scores.device)
         values, penalty = scores[seen], settings.repetition_penalty
         scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if prefix.output and (settings.frequency_penalty or settings.presence_penalty):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SLACK = 1e-3  # by which rounding may keep a law from summing to one
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -31,6 +33,32 @@ class Draft:
         longest = max((len(row) for row in rows), default=0)
         padded = [[*row, *[0] * (longest - len(row))] for row in rows]
         return cls(torch.tensor(padded, dtype=torch.long, device=device), [len(row) for row in rows])
+
+    def fault(self, asked: Sequence[int], vocabulary: int) -> str | None:
+        """What is wrong with an answer to `asked` lengths, for a target of so many ids; None if nothing is.
+
+        Values are looked at on the host only: on a device it would have to be waited for.
+        """
+        rows, longest = len(asked), max(self.lengths, default=0)
+        if len(self.lengths) != rows or any(k > limit for k, limit in zip(self.lengths, asked, strict=False)):
+            return f"returned drafts of {self.lengths} tokens where at most {list(asked)} were asked"
+        if self.tokens.shape[0] != rows or self.tokens.shape[1] < longest:
+            return f"returned tokens of shape {list(self.tokens.shape)} for drafts of {self.lengths}"
+        if self.probs is not None and (
+            self.probs.shape[:1] != (rows,) or self.probs.shape[1] < longest or self.probs.shape[2:] != (vocabulary,)
+        ):
+            return f"returned q of shape {list(self.probs.shape)}, not [{rows}, {longest}, {vocabulary}]"
+        if self.tokens.device.type != "cpu":
+            return None
+        return next((fault for b in range(rows) if (fault := self._row_fault(b, vocabulary))), None)
+
+    def _row_fault(self, b: int, vocabulary: int) -> str | None:
+        x, q = self.row(b)
+        if any(not 0 <= token < vocabulary for token in x):
+            return f"proposed {x}, but the target's ids end at {vocabulary - 1}"
+        if q is not None and q.device.type == "cpu" and x and not ((q.sum(-1) - 1).abs() < SLACK).all():
+            return f"returned q that sums to {q.sum(-1).tolist()}, not to 1"
+        return None
 
     def row(self, b: int) -> tuple[list[int], Tensor | None]:
         """Row b as (tokens, q): a list of k tokens, and q [k, V] or None."""

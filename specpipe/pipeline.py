@@ -110,7 +110,7 @@ class Pipeline:
         ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
         if not isinstance(ids, Items) or not all(isinstance(token, int) for token in ids):
             raise UserError(f"{prompt!r} is neither a text nor a list of token ids.", key="prompt")
-        size = vocabulary_size(self.verifier.target)
+        size = self.verifier.target.vocabulary
         if beyond := [token for token in ids if not 0 <= token < size]:
             raise UserError(f"holds the id {beyond[0]}, but the target's ids end at {size - 1}.", key="prompt")
         return list(ids)
@@ -148,9 +148,10 @@ class Pipeline:
                 step.logprobs = emitted_logprobs(sequence, step, rows)
 
     def _checked(self, draft: Draft, asked: list[int]) -> Draft:
-        name = type(self.proposer).__name__
-        if len(draft.lengths) != len(asked) or any(k > limit for k, limit in zip(draft.lengths, asked, strict=False)):
-            raise ContractError(f"{name} returned drafts of {draft.lengths} tokens where at most {asked} were asked")
+        """The draft, if it keeps the proposer's contract as far as that can be seen."""
+        fault = draft.fault(asked, self.verifier.target.vocabulary)
+        if fault:
+            raise ContractError(f"{type(self.proposer).__name__} {fault}")
         return draft
 
     def _accept(self, sequences: list[Sequence], draft: Draft, logits: list[Tensor]) -> list[Verdict]:
@@ -162,13 +163,8 @@ class Pipeline:
             raise ContractError(f"{type(self.proposer).__name__}: {error}") from None
 
 
-def vocabulary_size(target: Any) -> int:
-    """How many ids the target's embedding and head know."""
-    return int(target.model.config.get_text_config().vocab_size)
-
-
 def _refuse_foreign_ids(settings: GenerationSettings, target: Any) -> None:
     try:
-        settings.refuse_ids_from(vocabulary_size(target))
+        settings.refuse_ids_from(target.vocabulary)
     except UserError as error:
         raise error.under("generation") from None

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from specpipe.errors import UserError, choice, flag, integer, number
 
+LARGEST = 1e30  # logits stay finite in float32
 COLDEST = 1e-30  # a smaller divisor is not a normal float32
 
 
@@ -30,7 +31,8 @@ class GenerationSettings:
         typical_p: keep the smallest set with this mass whose surprise is closest to the entropy; 1 keeps all.
         max_new_tokens: at most this many tokens; None runs to the end of the context.
         stop_token_ids: end after any of these ids, besides the model's own end-of-text ids.
-        stop: end where the text contains any of these strings; ids end with the token that completes it.
+        stop: end where the text contains any of these strings; ids end with the token that completes it. Special tokens
+            have no text: name them in stop_token_ids.
         include_stop_str_in_output: leave the stop string in the text.
         ignore_eos: the model's own end-of-text ids do not end the request.
         logprobs: report the log-probability of each emitted token and of the so many best; None reports none.
@@ -63,9 +65,9 @@ class GenerationSettings:
         logprobs_mode: str = "raw",
     ) -> None:
         self.logit_bias = _biases("logit_bias", logit_bias)
-        self.repetition_penalty = number("repetition_penalty", repetition_penalty, 0, above=True)
-        self.frequency_penalty = number("frequency_penalty", frequency_penalty, -math.inf)
-        self.presence_penalty = number("presence_penalty", presence_penalty, -math.inf)
+        self.repetition_penalty = number("repetition_penalty", repetition_penalty, 0, LARGEST, above=True)
+        self.frequency_penalty = number("frequency_penalty", frequency_penalty, -LARGEST, LARGEST)
+        self.presence_penalty = number("presence_penalty", presence_penalty, -LARGEST, LARGEST)
         self.banned_token_ids = _ids("banned_token_ids", banned_token_ids)
         self.min_new_tokens = integer("min_new_tokens", min_new_tokens, 0)
         self.temperature = number("temperature", temperature, 0)
@@ -78,6 +80,8 @@ class GenerationSettings:
         self.min_p = number("min_p", min_p, 0, 1)
         self.typical_p = number("typical_p", typical_p, 0, 1, above=True)
         self.max_new_tokens = None if max_new_tokens is None else integer("max_new_tokens", max_new_tokens, 0)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise UserError(f"{min_new_tokens} is above max_new_tokens ({max_new_tokens}).", key="min_new_tokens")
         self.stop_token_ids = _ids("stop_token_ids", stop_token_ids)
         self.stop = _strings("stop", stop)
         self.include_stop_str_in_output = flag("include_stop_str_in_output", include_stop_str_in_output)
@@ -109,16 +113,18 @@ def _biases(key: str, value: Mapping[int, float] | None) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise UserError(f"{value!r} is not a mapping of token ids to numbers such as {{7: -1.5}}.", key=key)
     return {
-        integer(key, token, 0): -math.inf if bias == -math.inf else number(key, bias, -math.inf)
+        integer(key, token, 0): -math.inf if bias == -math.inf else number(key, bias, -LARGEST, LARGEST)
         for token, bias in value.items()
     }
 
 
 def _strings(key: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value or ())
-    if not all(isinstance(each, str) and each for each in strings):
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Sequence) or not all(isinstance(each, str) and each for each in strings):
         raise UserError(f"{value!r} is not a text or a list of texts, none of them empty.", key=key)
-    return strings
+    return tuple(strings)
 
 
 def _ids(key: str, value: Sequence[int] | None) -> tuple[int, ...]:

@@ -70,9 +70,9 @@ class TextCodec:
             return text
         seen = len(self.decode(ids[:-1]).rstrip(BROKEN))  # the last token completed it
         found = [(text.find(string, max(0, seen - len(string) + 1)), len(string)) for string in settings.stop]
-        start, length = min(
-            ((i, n) for i, n in found if i >= 0), key=lambda hit: hit[0] + hit[1], default=(len(text), 0)
-        )
+        # Behind bytes that are no character it may have been seen a token late: then it is looked for everywhere.
+        hits = [hit for hit in found if hit[0] >= 0] or [(text.find(s), len(s)) for s in settings.stop if s in text]
+        start, length = min(hits, key=lambda hit: hit[0] + hit[1], default=(len(text), 0))
         return text[: start + length] if settings.include_stop_str_in_output else text[:start]
 
     def pieces(self) -> PieceStream:
@@ -102,9 +102,11 @@ class StopWatch:
         self._tail = ""  # what a stop string may have begun in
 
     def __call__(self, token: int) -> bool:
+        before = len(self._tail)
         text = self._tail + "".join(piece.text for piece in self._stream.add(token, "plain"))
-        self._tail = text[-(max(map(len, self._strings)) - 1) :] if max(map(len, self._strings)) > 1 else ""
-        return any(string in text for string in self._strings)
+        longest = max(map(len, self._strings))
+        self._tail = text[len(text) - longest + 1 :] if 1 < longest <= len(text) else text if longest > 1 else ""
+        return any(text.find(string, max(0, before - len(string) + 1)) >= 0 for string in self._strings)
 
 
 class HeldBack:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+# A shell that starts jobs in the background has them ignore Ctrl-C; these tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 THREADS = torch.get_num_threads()
 
 

@@ -102,6 +102,8 @@ class TableModel(nn.Module):
         logits = torch.zeros(rows, len(keep), self.size, dtype=self.dtype)
         for b in range(rows):
             for i, column in enumerate(keep):
+                if cache is not None and column and position_ids[b, column] == position_ids[b, column - 1]:
+                    continue  # padding behind a shorter row
                 logits[b, i] = self.rule(self._visible(seen, attention_mask[b, 0, column], b, cache is not None))
         return SimpleNamespace(logits=logits)
 

@@ -199,6 +199,15 @@ def test_greedy_is_the_lowest_id_of_the_best() -> None:
     assert law(torch.tensor([1.0, 3.0, 2.0]), temperature=1e300) == pytest.approx([1 / 3] * 3)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"logit_bias": {1: 1e39}}, {"presence_penalty": 1e39}, {"repetition_penalty": 1e39}, {"min_new_tokens": 9}],
+)
+def test_values_that_cannot_be_honoured_are_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(settings))):
+        GenerationSettings(max_new_tokens=8, **settings)
+
+
 @pytest.mark.parametrize("temperature", [-1, math.nan, math.inf, "warm", None, True])
 def test_a_temperature_that_is_none_is_refused_by_name(temperature: object) -> None:
     """C17."""

@@ -133,6 +133,10 @@ def test_drawn_text_follows_the_law_end_to_end() -> None:
         (Draft.of([[1], [1]]), "at most"),
         (Draft.of([[77]]), "ids end at 2"),
         (Draft(torch.tensor([[1]]), [1], torch.tensor([[[1.0, 0.0, 0.0]]])), "q is 0"),
+        (Draft(torch.tensor([[1]]), [1], torch.tensor([[[0.6]]])), "q of shape"),
+        (Draft(torch.tensor([[1]]), [1], torch.tensor([[[0.6, 0.4]]])), "q of shape"),
+        (Draft(torch.tensor([[1]]), [1], torch.tensor([[[1.2, 0.6, 0.2]]])), "sums to"),
+        (Draft(torch.tensor([[1]]), [2]), "tokens of shape"),
     ],
 )
 def test_a_proposer_that_breaks_its_contract_is_named(draft: Draft, says: str) -> None:
@@ -142,6 +146,13 @@ def test_a_proposer_that_breaks_its_contract_is_named(draft: Draft, says: str) -
 
     with pytest.raises(ContractError, match=f"Rogue.*{says}"):
         pipeline_of(P, 3, Rogue(), gamma=3, temperature=1.0).generate([[0]])
+
+
+def test_a_foreign_id_is_named_before_a_real_model_sees_it() -> None:
+    pipeline = specpipe.load("target=tiny", "target.device=cpu", "generation.max_new_tokens=5")
+    pipeline.proposer = Scripted(lambda tokens, k: [99_999])
+    with pytest.raises(ContractError, match="Scripted proposed"):
+        pipeline.generate("hello")
 
 
 # ---- time ----

@@ -81,6 +81,9 @@ def test_the_stream_holds_back_what_may_become_a_stop_string() -> None:
 def test_a_stop_string_is_not_looked_for_before_min_new_tokens() -> None:
     done = saying([3, 3, 3, 3], stop="!", min_new_tokens=3).generate([[0]])[0]
     assert (done.token_ids, done.text) == ([3, 3, 3], "!!")
+    # the tail that a longer stop string needs does not show an early "!" again
+    done = saying([3, 0, 0, 0], stop=["!", "zzzzzzzz"], min_new_tokens=2).generate([[0]])[0]
+    assert done.finish_reason == "length"
 
 
 def test_a_stop_id_leaves_the_text_whole() -> None:
@@ -88,7 +91,7 @@ def test_a_stop_id_leaves_the_text_whole() -> None:
     assert pipeline.generate([[0]])[0].text == "ha!"
 
 
-@pytest.mark.parametrize("stop", ["", ["a", ""], [3]])
+@pytest.mark.parametrize("stop", ["", ["a", ""], [3], 5, False, 0, {"a": 1}])
 def test_empty_stop_strings_are_refused(stop: Any) -> None:
     with pytest.raises(UserError, match="stop"):
         GenerationSettings(stop=stop)

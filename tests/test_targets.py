@@ -46,6 +46,13 @@ def test_a_directory_loads_without_the_network(folder: Path, monkeypatch: pytest
     assert target.context == 512
 
 
+def test_parameters_are_those_of_the_model_also_when_packed(folder: Path) -> None:
+    target = hf(model=str(folder), device="cpu")
+    before = target.describe()["parameters"]
+    EagerVerifier(target)
+    assert target.describe()["parameters"] == before == sum(p.numel() for p in tiny(device="cpu").model.parameters())
+
+
 def test_dtype_is_bf16_unless_asked_otherwise(folder: Path) -> None:
     assert hf(model=str(folder), device="cpu").describe()["dtype"] == "bfloat16"
 

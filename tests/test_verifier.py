@@ -12,6 +12,9 @@ import torch
 from specpipe.chance import Chance
 from specpipe.draft import Draft
 from specpipe.errors import UserError
+from specpipe.pipeline import Pipeline
+from specpipe.proposers.ngram import NgramProposer
+from specpipe.samplers.rejection import Rejection
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.eager import EagerVerifier
@@ -92,7 +95,7 @@ def run(pipeline: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_rows_of_a_batch_are_what_they_are_alone() -> None:
-    """C33-C35: ragged prompts, draft lengths and acceptance; every order of the rows; finished rows leave."""
+    """C33, C34, C35: ragged prompts, draft lengths and acceptance; every order of the rows; finished rows leave."""
     rule = table(5, seed=4, zeros=0)
 
     def guess(tokens: list[int], k: int) -> list[int]:
@@ -130,6 +133,62 @@ def test_logits_of_a_ragged_batch_equal_those_of_single_rows() -> None:
         together.roll_back(batch)
         for reader, s in zip(alone, single, strict=True):
             reader.roll_back([s])
+
+
+def test_padding_of_a_ragged_batch_stays_inside_the_context() -> None:
+    """C35: learned positions; a row at the end of the context beside one with a long prompt to read."""
+    model = small("GPT2")
+    reader, alone = Reader(model), Reader(model)
+    prompts = [list(range(1, 58)), list(range(1, 31))]
+    near_end, fresh = (Sequence(p, GenerationSettings(max_new_tokens=5), chance=Chance(0)) for p in prompts)
+    other = Sequence([5], GenerationSettings(max_new_tokens=5), chance=Chance(0))
+    reader.read([near_end, other], Draft.of([[], []]))
+    near_end.commit([7], 0, [])
+    together = reader.read([near_end, fresh], Draft.of([[], [9]]))
+    for sequence, draft, logits in ((near_end, [], together[0]), (fresh, [9], together[1])):
+        assert torch.allclose(logits, alone.read([sequence], Draft.of([draft]))[0], atol=1e-12)
+
+
+def test_longrope_models_are_used_up_to_their_original_context() -> None:
+    """A block over that border would turn all keys by other factors than token by token."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors}
+    model = small("Phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=16)
+    target = Target(model, ToyTokenizer(), "Phi3", None)
+    assert target.context == 16
+    parts = {"sampler": Rejection(), "settings": GenerationSettings(max_new_tokens=None, ignore_eos=True)}
+    texts = []
+    for gamma in (0, 3, 8):
+        pipeline = Pipeline(
+            verifier=EagerVerifier(target),
+            proposer=NgramProposer(),
+            num_speculative_tokens=gamma,
+            **parts,  # type: ignore[arg-type]
+        )
+        texts.append(pipeline.generate([[5, 9, 5, 9]])[0].token_ids)
+    assert texts[0] == texts[1] == texts[2]
+    assert len(texts[0]) == 12
+
+
+def test_an_interrupted_step_leaves_nothing_behind() -> None:
+    """C30's kin: Ctrl-C between scoring and rolling back; decoding goes on as if it had not been."""
+
+    class Once(Rejection):
+        tripped = False
+
+        def accept(self, *given: Any) -> tuple[int, int]:
+            if not Once.tripped and given[3] is not None and len(given[0]) == 4:
+                Once.tripped = True
+                raise KeyboardInterrupt
+            return super().accept(*given)
+
+    rule = context(11)
+    pipeline = pipeline_of(rule, 11, right_but_at(rule, 2, 11), gamma=4, sampler=Once(), max_new_tokens=17)
+    sequence = pipeline.sequences([[1, 2, 3]])[0]
+    with pytest.raises(KeyboardInterrupt):
+        list(pipeline.decode(sequence))
+    list(pipeline.decode(sequence))
+    assert sequence.new_tokens == greedy(rule, [1, 2, 3], 17)
 
 
 def test_a_new_request_in_a_row_starts_empty() -> None:
@@ -194,10 +253,6 @@ def test_ordinary_decoders_decode_as_hugging_face_does(kind: str) -> None:
         )
     wanted = plain[0, len(prompt) :].tolist()
     target = Target(model, ToyTokenizer(), kind, None)
-    from specpipe.pipeline import Pipeline
-    from specpipe.proposers.ngram import NgramProposer
-    from specpipe.samplers.rejection import Rejection
-
     settings = GenerationSettings(max_new_tokens=n, ignore_eos=True)
     pipeline = Pipeline(
         verifier=EagerVerifier(target), proposer=NgramProposer(), sampler=Rejection(), settings=settings

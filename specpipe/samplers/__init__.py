@@ -13,6 +13,8 @@ from specpipe.distribution import Rows
 class Sampler(Protocol):
     """Decides how many drafts stand and what follows them. Pure: probabilities and chance in, decision out.
 
+    A rule may also have `accept_on_device`, see `Rejection`: the same decision without waiting for the device.
+
     lossless: whether the emitted law is the target's. A rule that cannot judge drafts without q also names, as
     `without_q`, the rule that judges those in its place.
     """

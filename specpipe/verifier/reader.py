@@ -47,7 +47,7 @@ class Reader:
         widths = [len(tokens) + k for tokens, k in zip(fresh, draft.lengths, strict=True)]
         first = [width - k - 1 for width, k in zip(widths, draft.lengths, strict=True)]
         columns = _union(first, widths)
-        logits = self._forward(self._inputs(fresh, draft, max(widths)), columns)  # [B, len(columns), V]
+        logits = self._forward(self._inputs(fresh, draft, max(widths)), widths, columns)  # [B, len(columns), V]
         self.cache.lengths = [n + width for n, width in zip(self.cache.lengths, widths, strict=True)]
         at = {column: i for i, column in enumerate(columns)}
         return [logits[b, at[i] : at[i] + k + 1] for b, (i, k) in enumerate(zip(first, draft.lengths, strict=True))]
@@ -66,6 +66,7 @@ class Reader:
             if self._owners[b]() is not sequence:
                 self._owners[b] = ref(sequence)
                 self.cache.lengths[b] = 0
+        self.roll_back(sequences)  # a step that was interrupted could not
 
     def _inputs(self, fresh: list[list[int]], draft: Draft, width: int) -> Tensor:
         """[B, width] ids: unread tokens, then drafts, then padding that no real token can see."""
@@ -76,8 +77,9 @@ class Reader:
                 ids[b, len(tokens) : len(tokens) + k] = draft.tokens[b, :k]
         return ids
 
-    def _forward(self, ids: Tensor, columns: list[int]) -> Tensor:
+    def _forward(self, ids: Tensor, widths: list[int], columns: list[int]) -> Tensor:
         positions = self.cache.place(ids.shape[1], self.device)
+        last = torch.tensor([n + w - 1 for n, w in zip(self.cache.lengths, widths, strict=True)], device=self.device)
         keep: int | Tensor = len(columns)
         if columns != list(range(ids.shape[1] - len(columns), ids.shape[1])):
             keep = torch.tensor(columns, device=self.device)
@@ -85,7 +87,7 @@ class Reader:
             logits = self.model(
                 input_ids=ids,
                 attention_mask=self.cache.mask(positions),
-                position_ids=positions,
+                position_ids=torch.minimum(positions, last[:, None]),  # padding stays inside the context
                 use_cache=True,
                 **{self._cache_word: self.cache},
                 **({"logits_to_keep": keep} if self._narrow_head else {}),

@@ -24,8 +24,8 @@ class Target:
     """A loaded model.
 
     model: in eval mode, no gradients, on `device`. tokenizer: of `transformers`. name: for people. path: the directory
-    the weights were loaded from, None for a model built in memory. eos_ids: end-of-text ids. context: positions the
-    model has, None if it states none.
+    the weights were loaded from, None for a model built in memory. eos_ids: end-of-text ids. context: positions that
+    can be used, None without a limit.
     """
 
     model: Any
@@ -36,7 +36,13 @@ class Target:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.eos_ids = _eos_ids(self.model)
-        self.context: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.parameters = sum(weight.numel() for weight in self.model.parameters())
+        self.context: int | None = _context(self.model.config.get_text_config())
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids embedding and head know."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     def describe(self) -> dict[str, Any]:
         """The `target` block of result.json."""
@@ -45,7 +51,7 @@ class Target:
             "model": self.name,
             "path": self.path,
             "dtype": str(weights.dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "parameters": self.parameters,
             "device": str(weights.device),
         }
 
@@ -154,6 +160,15 @@ def _device(name: str) -> torch.device:
     if device.type == "meta":
         raise UserError("'meta' holds no weights; there are auto, cpu, cuda, cuda:1, ...", key="device")
     return device
+
+
+def _context(config: Any) -> int | None:
+    """All positions; of a longrope model the original ones, as a block over that border would turn all of its keys."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        return original or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    return getattr(config, "max_position_embeddings", None)
 
 
 def _eos_ids(model: Any) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def load(*overrides: str) -> Pipeline:
     Raises:
         specpipe.errors.UserError: for a wrong key, option or value, with the nearest match.
     """
-    from specpipe.commands.decode import build_pipeline
+    from specpipe.commands.parts import build_pipeline
     from specpipe.config import compose
 
     return build_pipeline(compose("decode", overrides))

@@ -28,7 +28,10 @@ from omegaconf.errors import OmegaConfBaseException
 from specpipe.config import CONF, check, explain, register_schemas
 from specpipe.errors import UserError, nearest
 
-COMMANDS = {"decode": "decode prompts with a proposer; the text, what was accepted, and where the time went"}
+COMMANDS = {
+    "decode": "decode prompts with a proposer; the text, what was accepted, and where the time went",
+    "audit": "prove that nothing is lost: exact law, greedy identity, sampled law; also of another engine's output",
+}
 
 USAGE = """\
 usage: specpipe <command> [key=value ...] [hydra flags]
@@ -51,7 +54,11 @@ CONFIG_ERRORS = (UserError, HydraException, OmegaConfBaseException)
 
 
 def main() -> int:
-    """Run the command of `sys.argv`. Returns 0, 2 (wrong input, not saved), 130 (interrupted) or 141 (pipe closed)."""
+    """Run the command of `sys.argv`.
+
+    Returns 0, 1 (the answer is no), 2 (wrong input, not saved), 3 (not enough data for an answer), 130 (interrupted)
+    or 141 (pipe closed).
+    """
     program, *words = sys.argv
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())), end="")

@@ -68,7 +68,28 @@ class DecodeSchema:
     trace: bool = False
 
 
-SCHEMAS = {"decode": DecodeSchema}
+@dataclass
+class AuditSchema:
+    """Top-level keys of `audit`."""
+
+    defaults: list[Any] = field(default_factory=list)
+    target: Any = MISSING
+    proposer: Any = MISSING
+    verifier: Any = MISSING
+    sampler: Any = MISSING
+    generation: Any = MISSING
+    prompts: Any = MISSING
+    wandb: Any = MISSING
+    prompt: str | None = None
+    file: str | None = None
+    num_speculative_tokens: int = _from(0, 5)
+    tokens: int = _from(1, 3000)
+    greedy_tokens: int = _from(1, 400)
+    batch_size: int = _from(1, 8)
+    seed: int = _from(0, 0)
+
+
+SCHEMAS = {"decode": DecodeSchema, "audit": AuditSchema}
 TYPES = {"int": "a whole number", "bool": "true or false", "str | None": "a text"}
 
 

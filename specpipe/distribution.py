@@ -48,7 +48,7 @@ def probabilities(logits: Tensor, settings: GenerationSettings, prefix: Prefix =
         Probabilities of the logits' shape, float32 (float64 if the logits are).
     """
     if settings.depends_on_prefix:
-        logits = _adjusted(logits, settings, prefix)
+        logits = adjusted(logits, settings, prefix)
     if settings.temperature == 0:
         p = torch.zeros_like(logits, dtype=_computing_dtype(logits))
         best = logits.argmax(-1, keepdim=True)  # the first of equals
@@ -65,6 +65,24 @@ def probabilities(logits: Tensor, settings: GenerationSettings, prefix: Prefix =
     if settings.min_p > 0:
         p = _renormalised(p, p >= settings.min_p * p.amax(-1, keepdim=True))
     return _typical(p, settings.typical_p) if settings.typical_p < 1 else p
+
+
+def in_vocabulary(q: Tensor, size: int, ids: Tensor | None = None) -> Tensor:
+    """A law over a draft's own ids as one over the target's: what the target lacks is dropped, the rest renormalised.
+
+    Args:
+        q: [..., D] law over the draft's ids.
+        size: V, ids of the target.
+        ids: [D] int64, the target's id of each; ids from `size` up (padding) and below 0 (no counterpart) are dropped.
+            None: the draft's ids are the target's, as far as both go.
+
+    Returns:
+        [..., V]; zero where the draft has no such token. Drafts are drawn from it, so that it is the q they came from.
+    """
+    ids = torch.arange(q.shape[-1], device=q.device) if ids is None else ids
+    known = (ids >= 0) & (ids < size)
+    law = q.new_zeros(*q.shape[:-1], size).index_add_(-1, ids[known], q[..., known])
+    return law / law.sum(-1, keepdim=True)
 
 
 def draw(law: Tensor, v: float) -> int:
@@ -132,8 +150,8 @@ class Rows:
         return probabilities(self._logits, self._settings)
 
 
-def _adjusted(logits: Tensor, settings: GenerationSettings, prefix: Prefix) -> Tensor:
-    """[V] logits after bias, penalties and bans, a new tensor."""
+def adjusted(logits: Tensor, settings: GenerationSettings, prefix: Prefix) -> Tensor:
+    """[V] logits after bias, penalties and bans, a new tensor: what temperature 0 takes the largest of."""
     scores = logits.to(_computing_dtype(logits), copy=True)
     for token, bias in settings.logit_bias.items():
         scores[token] += bias

@@ -82,6 +82,13 @@ class Pipeline:
         while sequence.finish_reason is None:
             yield self.step([sequence])[0]
 
+    def decode_together(self, sequences: Items[Sequence], batch_size: int) -> Iterator[Step]:
+        """Steps of all requests, `batch_size` of them in one pass; those that are finished leave their batch."""
+        for start in range(0, len(sequences), batch_size):
+            unfinished = list(sequences[start : start + batch_size])
+            while unfinished := [sequence for sequence in unfinished if sequence.finish_reason is None]:
+                yield from self.step(unfinished)
+
     def sequences(self, prompts: Items[str | Items[int]]) -> list[Sequence]:
         """Requests for texts or token ids, checked against the target's limits before anything is decoded."""
         target = self.verifier.target

@@ -94,6 +94,17 @@ class RunFolder:
         self._unsaved = True
         self._save_if_due()
 
+    def put(self, **values: Any) -> None:
+        """Add or replace what stands beside `requests` and `summary`."""
+        self.result.update(values)
+        self._unsaved = True
+        self._save_if_due()
+
+    def write(self, name: str, text: str) -> None:
+        """Another file of the run, such as a page for people."""
+        with self._told_at_the_end():
+            (self.folder / name).write_text(text, encoding="utf-8")
+
     def finish(self) -> str | None:
         """Save everything. A line that says what could not be saved, else None."""
         with self._told_at_the_end():

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from specpipe.errors import UserError, choice, flag, integer, number
 
 LARGEST = 1e30  # logits stay finite in float32
+MOST_DIVIDED = 1e6  # so do those of that size when a penalty below 1 raises them
 COLDEST = 1e-30  # a smaller divisor is not a normal float32
 
 
@@ -65,7 +66,7 @@ class GenerationSettings:
         logprobs_mode: str = "raw",
     ) -> None:
         self.logit_bias = _biases("logit_bias", logit_bias)
-        self.repetition_penalty = number("repetition_penalty", repetition_penalty, 0, LARGEST, above=True)
+        self.repetition_penalty = number("repetition_penalty", repetition_penalty, 1 / MOST_DIVIDED, LARGEST)
         self.frequency_penalty = number("frequency_penalty", frequency_penalty, -LARGEST, LARGEST)
         self.presence_penalty = number("presence_penalty", presence_penalty, -LARGEST, LARGEST)
         self.banned_token_ids = _ids("banned_token_ids", banned_token_ids)

@@ -8,21 +8,20 @@ under their prompts, with a progress bar below. Colours are off when piped and u
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from types import TracebackType
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from specpipe.console import Console, OutputClosed, written
 from specpipe.errors import UserError
 from specpipe.text import Piece
 
@@ -34,10 +33,6 @@ REDRAW_S = 0.1
 # A model may emit any character, and a terminal would obey these. Line feed and tab are text.
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
-
-class OutputClosed(Exception):
-    """Whoever read the output has gone, as `head` does: nobody waits for the rest."""
 
 
 class DecodeView:
@@ -55,8 +50,8 @@ class DecodeView:
 
     def __init__(self, total: int, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._stream = out or sys.stdout
-        self._out = _Console(file=self._stream, highlight=False)
-        self._err = _Console(file=err or sys.stderr, highlight=False)
+        self._out = Console(file=self._stream, highlight=False)
+        self._err = Console(file=err or sys.stderr, highlight=False)
         self._to_terminal = self._stream.isatty()
         self._coloured = self._out.color_system is not None and not self._out.no_color
         self._total = total
@@ -128,7 +123,7 @@ class DecodeView:
 
     def _write(self, text: str) -> None:
         # Not through rich, which would expand tabs and drop control characters. Flushed, so that it streams.
-        with _written(self._stream):
+        with written(self._stream):
             self._stream.write(text)
             self._stream.flush()
         self._in_line = not text.endswith("\n")
@@ -202,33 +197,6 @@ class _Bar:
         """As much of the growing line as there is room for above the bar."""
         room = self.console.width * max(1, self.console.height - 3) // 2  # wide characters take two columns
         return self._line[-room:] if len(self._line) > room else self._line
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Go on without it, where rich would leave the program: the text may still have a reader."""
-        self.quiet = True
-        _silence(self.file)
-
-
-@contextlib.contextmanager
-def _written(stream: IO[str]) -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        _silence(stream)
-        raise OutputClosed from None
-    except OSError as error:
-        _silence(stream)
-        raise UserError(f"the text could not be written to standard output: {error.strerror}.") from error
-
-
-def _silence(stream: IO[str]) -> None:
-    """What is still buffered goes nowhere; Python would try to write it at exit, and complain."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
 
 
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from specpipe.audit.exact import largest_difference, output_law, step_law, target_law, total_variation
+from specpipe.audit.tables import FixedProposer, TableProposer, table
 from specpipe.chance import Chance
 from specpipe.distribution import Rows
 from specpipe.samplers.block import Block, excess, running_log_ratios, stands
 from specpipe.samplers.exact_match import ExactMatch
-from specpipe.samplers.rejection import Rejection, residual
+from specpipe.samplers.rejection import Rejection
 from specpipe.settings import GenerationSettings
-from tests.stand_ins import (
-    Drawn,
-    Scripted,
-    constant,
-    largest_difference,
-    output_law,
-    pipeline_of,
-    step_law,
-    table,
-    target_law,
-    total_variation,
+from tests.stand_ins import constant, pipeline_of
+from tests.wrong_rules import (
+    BlockResidual,
+    FirstFailure,
+    LastBelowW,
+    Redraw,
+    TokenResidual,
+    Unclipped,
+    UniformProducts,
+    WhileBelowW,
 )
 
 V = 3
@@ -37,7 +37,9 @@ SAMPLE = {"temperature": 1.0}
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @pytest.mark.parametrize("sampler", [Block, ExactMatch])
 @pytest.mark.parametrize(
-    "proposer", [Drawn(Q, V), Scripted(lambda t, k: [(sum(t) + i) % V for i in range(k)])], ids=["soft q", "one-hot q"]
+    "proposer",
+    [TableProposer(Q, V), FixedProposer(lambda t, k: [(sum(t) + i) % V for i in range(k)])],
+    ids=["soft q", "one-hot q"],
 )
 def test_output_has_exactly_the_targets_law(sampler: type, proposer: Any, gamma: int) -> None:
     """C5, C7: joint law of the first four tokens, context-dependent p and q with zeros."""
@@ -56,7 +58,9 @@ PAIRS = {
 
 def expected_accepted(pair: str, sampler: Any, k: int) -> float:
     p, q = PAIRS[pair]
-    pipeline = pipeline_of(constant(p), len(p), Drawn(constant(q), len(p)), gamma=k, sampler=sampler, temperature=1.0)
+    pipeline = pipeline_of(
+        constant(p), len(p), TableProposer(constant(q), len(p)), gamma=k, sampler=sampler, temperature=1.0
+    )
     return sum(mass * (len(block) - 1) for block, mass in step_law(pipeline, [0]).items())
 
 
@@ -79,7 +83,7 @@ def test_expected_accepted_counts(pair: str, token: list[float], block: list[flo
 
 def test_one_hot_q_and_no_draft() -> None:
     """C7: (.5, .3, .2) with one-hot at 0 accepts .75 of 2 under both rules; k = 0 draws from row 0."""
-    zeros = Scripted(lambda t, k: [0] * k)
+    zeros = FixedProposer(lambda t, k: [0] * k)
     for sampler in (Rejection(), Block()):
         pipeline = pipeline_of(constant(PAIRS["P3"][0]), 3, zeros, gamma=2, sampler=sampler, temperature=1.0)
         accepted = sum(mass * (len(block) - 1) for block, mass in step_law(pipeline, [0]).items())
@@ -137,53 +141,6 @@ def test_thresholds_of_the_worked_example() -> None:
 # ---- wrong variants, on B3 with k = 2: total variation of the law of 1, 2 and 3 tokens ----
 
 
-class TokenResidual(Block):
-    def accept(self, x: list[int], p: Rows, q: Tensor, chance: Chance) -> tuple[int, int]:  # type: ignore[override]
-        log_w = running_log_ratios(x, p, q)
-        n = next((i for i in range(len(x), 0, -1) if stands(i, log_w[i], p, q, chance)), 0)
-        return n, chance.draw(p[n] if n == len(x) else residual(p[n], q[n]))
-
-
-class BlockResidual(Rejection):
-    def accept(self, x: list[int], p: Rows, q: Tensor, chance: Chance) -> tuple[int, int]:  # type: ignore[override]
-        log_w = running_log_ratios(x, p, q)
-        for i, token in enumerate(x):
-            if not chance.passes(p[i][token].item(), q[i, token].item()):
-                return i, chance.draw(excess(p[i], q[i], log_w[i]))
-        return len(x), chance.draw(p[len(x)])
-
-
-class Unclipped(Block):
-    def accept(self, x: list[int], p: Rows, q: Tensor, chance: Chance) -> tuple[int, int]:  # type: ignore[override]
-        log_w, total = [0.0], 0.0
-        for i, token in enumerate(x):
-            total += math.log(p[i][token].item() / q[i, token].item())
-            log_w.append(min(0.0, total))
-        n = next((i for i in range(len(x), 0, -1) if stands(i, log_w[i], p, q, chance)), 0)
-        return n, chance.draw(p[n] if n == len(x) else excess(p[n], q[n], log_w[n]))
-
-
-class WhileBelowW(Block):
-    def accept(self, x: list[int], p: Rows, q: Tensor, chance: Chance) -> tuple[int, int]:  # type: ignore[override]
-        log_w = running_log_ratios(x, p, q)
-        n = next((i for i in range(len(x)) if not chance.passes(math.exp(log_w[i + 1]), 1.0)), len(x))
-        return n, chance.draw(p[n] if n == len(x) else residual(p[n], q[n]))
-
-
-class LastBelowW(Block):
-    def accept(self, x: list[int], p: Rows, q: Tensor, chance: Chance) -> tuple[int, int]:  # type: ignore[override]
-        log_w = running_log_ratios(x, p, q)
-        n = next((i for i in range(len(x), 0, -1) if chance.passes(math.exp(log_w[i]), 1.0)), 0)
-        return n, chance.draw(p[n] if n == len(x) else excess(p[n], q[n], log_w[n]))
-
-
-class FirstFailure(Block):
-    def accept(self, x: list[int], p: Rows, q: Tensor, chance: Chance) -> tuple[int, int]:  # type: ignore[override]
-        log_w = running_log_ratios(x, p, q)
-        n = next((i for i in range(len(x)) if not stands(i + 1, log_w[i + 1], p, q, chance)), len(x))
-        return n, chance.draw(p[n] if n == len(x) else excess(p[n], q[n], log_w[n]))
-
-
 @pytest.mark.parametrize(
     ("rule", "wrong_by"),
     [
@@ -193,6 +150,7 @@ class FirstFailure(Block):
         (Unclipped, (0, 0.0600, 0.0630)),
         (WhileBelowW, (0, 0.0500, 0.0650)),
         (LastBelowW, (0.1350, 0.1350, 0.1485)),
+        (UniformProducts, (0.1711, 0.2366, 0.2420)),
         (FirstFailure, (0.2455, 0.3057, 0.3264)),
     ],
 )
@@ -200,7 +158,7 @@ def test_wrong_variants_are_off_by_what_theory_says(rule: type, wrong_by: tuple[
     """C7 and theory.md section 4: the first token alone is blind to most of them."""
     p, q = PAIRS["B3"]
     for n, wanted in enumerate(wrong_by, 1):
-        pipeline = pipeline_of(constant(p), 3, Drawn(constant(q), 3), gamma=2, sampler=rule(), temperature=1.0)
+        pipeline = pipeline_of(constant(p), 3, TableProposer(constant(q), 3), gamma=2, sampler=rule(), temperature=1.0)
         law = output_law(pipeline, [0], n)
         right = target_law(constant(p), [0], n, GenerationSettings(temperature=1.0))
         assert total_variation(law, right) == pytest.approx(wanted, abs=6e-5)
@@ -209,13 +167,8 @@ def test_wrong_variants_are_off_by_what_theory_says(rule: type, wrong_by: tuple[
 def test_exact_match_that_redraws_on_a_mismatch_is_caught() -> None:
     """C5: emitting a fresh draw from p gives (.595, .267, .138)."""
 
-    class Redraw(ExactMatch):
-        def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
-            n, y = super().accept(x, p, q, chance)
-            return (n, y) if n == len(x) else (n, chance.draw(p[n]))
-
     p, q = PAIRS["P3"]
-    pipeline = pipeline_of(constant(p), 3, Drawn(constant(q), 3), gamma=1, sampler=Redraw(), temperature=1.0)
+    pipeline = pipeline_of(constant(p), 3, TableProposer(constant(q), 3), gamma=1, sampler=Redraw(), temperature=1.0)
     law = output_law(pipeline, [0], 1)
     assert [law[x,] for x in range(3)] == pytest.approx([0.595, 0.267, 0.138], abs=1e-12)
 

@@ -21,10 +21,11 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from specpipe.audit.tables import FixedProposer
 from specpipe.distribution import NUCLEUS_HEAD, Prefix, Rows, draw, probabilities
 from specpipe.errors import UserError
 from specpipe.settings import GenerationSettings
-from tests.stand_ins import Scripted, pipeline_of
+from tests.stand_ins import pipeline_of
 
 BASE = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
 
@@ -138,7 +139,7 @@ def test_repetition_penalty_counts_prompt_and_output() -> None:
     row = torch.full((8,), -20.0, dtype=torch.float64)
     row[5], row[6] = 2.0, 1.8
     for gamma in (0, 1, 2, 3, 4):
-        guess = Scripted(lambda tokens, k: [5] * k)
+        guess = FixedProposer(lambda tokens, k: [5] * k)
         pipeline = pipeline_of(lambda ids: row, 8, guess, gamma=gamma, repetition_penalty=1.3, max_new_tokens=4)
         assert pipeline.generate([[5]])[0].token_ids == [6, 5, 5, 5]
     with pytest.raises(UserError, match="repetition_penalty"):
@@ -148,7 +149,7 @@ def test_repetition_penalty_counts_prompt_and_output() -> None:
 def test_options_reach_every_verified_token() -> None:
     """C38: every row (2, 1, 0), drafts 0 0 0: a bias of -inf on 0 accepts none; min_p .4 leaves id 0 at each place."""
     row = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
-    zeros = Scripted(lambda tokens, k: [0] * k)
+    zeros = FixedProposer(lambda tokens, k: [0] * k)
     banned = pipeline_of(lambda ids: row, 3, zeros, gamma=3, logit_bias={0: -math.inf}, max_new_tokens=8)
     done = banned.generate([[1]])[0]
     assert (done.token_ids, done.spec_decode["num_accepted_draft_tokens"]) == ([1] * 8, 0)
@@ -171,7 +172,7 @@ def test_worked_examples_of_the_filters(settings: dict[str, float], kept: int) -
 def test_ids_the_target_lacks_are_refused() -> None:
     for key, value in {"banned_token_ids": [3], "stop_token_ids": [9], "logit_bias": {5: 1.0}}.items():
         with pytest.raises(UserError, match=f"generation.{key}.*its ids end at 2"):
-            pipeline_of(lambda ids: torch.zeros(3), 3, Scripted(lambda t, k: []), **{key: value})
+            pipeline_of(lambda ids: torch.zeros(3), 3, FixedProposer(lambda t, k: []), **{key: value})
 
 
 def test_nucleus_head_and_full_sort_agree() -> None:

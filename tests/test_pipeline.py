@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import specpipe
+from specpipe.audit.tables import FixedProposer, TableProposer, table
 from specpipe.chance import Chance
 from specpipe.draft import ContractError, Draft
 from specpipe.proposers.ngram import NgramProposer
 from specpipe.proposers.none import NoProposer
-from tests.stand_ins import Drawn, Scripted, constant, context, greedy, pipeline_of, right_but_at, table
+from tests.stand_ins import constant, context, greedy, pipeline_of, right_but_at
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 3, 5, 8])
@@ -29,7 +30,7 @@ def test_greedy_text_is_the_plain_text_for_every_draft_length(gamma: int) -> Non
 def test_a_proposer_without_proposals_is_plain_decoding(gamma: int) -> None:
     """C28."""
     rule = context(11)
-    done = pipeline_of(rule, 11, Scripted(lambda t, k: []), gamma=gamma, max_new_tokens=9).generate([[1, 2]])[0]
+    done = pipeline_of(rule, 11, FixedProposer(lambda t, k: []), gamma=gamma, max_new_tokens=9).generate([[1, 2]])[0]
     assert done.token_ids == greedy(rule, [1, 2], 9)
     assert done.spec_decode["num_plain_steps"] == 9
     assert done.tokens_per_target_pass == 1
@@ -53,7 +54,7 @@ P, Q = constant([0.5, 0.3, 0.2]), constant([0.6, 0.3, 0.1])
 
 def sampled(seed: int, prompts: list[list[int]], **settings: float) -> list[list[int]]:
     pipeline = pipeline_of(
-        P, 3, Drawn(Q, 3), gamma=3, seed=seed, **{"temperature": 1.0, "max_new_tokens": 50} | settings
+        P, 3, TableProposer(Q, 3), gamma=3, seed=seed, **{"temperature": 1.0, "max_new_tokens": 50} | settings
     )
     return [done.token_ids for done in pipeline.generate(prompts)]
 
@@ -92,7 +93,7 @@ def test_a_run_cut_by_a_stop_and_continued_repeats_with_its_seed() -> None:
 
     def twice() -> list[int]:
         pipeline = pipeline_of(
-            P, 3, Drawn(Q, 3), gamma=3, seed=5, temperature=1.0, max_new_tokens=30, stop_token_ids=[2]
+            P, 3, TableProposer(Q, 3), gamma=3, seed=5, temperature=1.0, max_new_tokens=30, stop_token_ids=[2]
         )
         first = pipeline.sequences([[0]])[0]
         for _ in pipeline.decode(first):
@@ -110,7 +111,7 @@ def test_drawn_text_follows_the_law_end_to_end() -> None:
     """20,000 tokens of P3: chi-square; the histogram of the drafts fits q (proposal contract, C2)."""
     drafts: list[int] = []
 
-    class Recording(Drawn):
+    class Recording(TableProposer):
         def propose(self, sequences: list, lengths: list[int]) -> Draft:  # type: ignore[type-arg]
             draft = super().propose(sequences, lengths)
             drafts.extend(draft.row(0)[0])
@@ -150,8 +151,8 @@ def test_a_proposer_that_breaks_its_contract_is_named(draft: Draft, says: str) -
 
 def test_a_foreign_id_is_named_before_a_real_model_sees_it() -> None:
     pipeline = specpipe.load("target=tiny", "target.device=cpu", "generation.max_new_tokens=5")
-    pipeline.proposer = Scripted(lambda tokens, k: [99_999])
-    with pytest.raises(ContractError, match="Scripted proposed"):
+    pipeline.proposer = FixedProposer(lambda tokens, k: [99_999])
+    with pytest.raises(ContractError, match="FixedProposer proposed"):
         pipeline.generate("hello")
 
 
@@ -201,8 +202,8 @@ def check_device_path(device: torch.device) -> None:
     rule = table(6, seed=8, zeros=0.2)
     proposers = [
         NgramProposer(),
-        Drawn(table(6, seed=9), 6),
-        Scripted(lambda t, k: [random.Random(len(t)).randrange(6)] * k),
+        TableProposer(table(6, seed=9), 6),
+        FixedProposer(lambda t, k: [random.Random(len(t)).randrange(6)] * k),
     ]
     for settings in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8, "top_k": 4}):
         for proposer in proposers:

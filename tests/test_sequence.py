@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from specpipe.audit.tables import FixedProposer
 from specpipe.chance import Chance
 from specpipe.errors import UserError
 from specpipe.sequence import Sequence, Step
 from specpipe.settings import GenerationSettings
 from specpipe.stats import completion, pooled_interval, spec_decode, summarise
-from tests.stand_ins import Scripted, chain, greedy, pipeline_of, right_but_at
+from tests.stand_ins import chain, greedy, pipeline_of, right_but_at
 
 
 def sequence(cap: int | None = 5, stop: tuple[int, ...] = (), context: int | None = None, prompt: int = 1) -> Sequence:
@@ -48,7 +49,7 @@ def test_eos_accepted_inside_a_block_ends_the_request(j: int) -> None:
 
 def test_eos_in_a_rejected_draft_ends_nothing() -> None:
     """C24."""
-    pipeline = pipeline_of(chain(32), 32, Scripted(lambda tokens, k: [31] * k), gamma=3, eos=31, max_new_tokens=10)
+    pipeline = pipeline_of(chain(32), 32, FixedProposer(lambda tokens, k: [31] * k), gamma=3, eos=31, max_new_tokens=10)
     done = pipeline.generate([[3]])[0]
     assert done.token_ids == list(range(4, 14))
     assert done.finish_reason == "length"
@@ -58,12 +59,12 @@ def test_eos_in_a_rejected_draft_ends_nothing() -> None:
 @pytest.mark.parametrize("eos", [None, 7, [7, 9]])
 def test_end_of_text_ids_may_be_none_one_or_several(eos: int | list[int] | None) -> None:
     """C25."""
-    done = pipeline_of(chain(32), 32, Scripted(lambda t, k: []), eos=eos, max_new_tokens=8).generate([[5]])[0]
+    done = pipeline_of(chain(32), 32, FixedProposer(lambda t, k: []), eos=eos, max_new_tokens=8).generate([[5]])[0]
     assert done.token_ids == ([6, 7] if eos else list(range(6, 14)))
 
 
 def test_own_stop_ids_join_the_models_and_eos_can_be_ignored() -> None:
-    plain = Scripted(lambda t, k: [])
+    plain = FixedProposer(lambda t, k: [])
     own = pipeline_of(chain(32), 32, plain, eos=9, stop_token_ids=[8], max_new_tokens=20).generate([[5]])[0]
     assert own.token_ids == [6, 7, 8]
     ignoring = pipeline_of(chain(32), 32, plain, eos=9, ignore_eos=True, max_new_tokens=6).generate([[5]])[0]
@@ -96,14 +97,14 @@ def test_the_context_end_is_reached_exactly(prompt: int, gamma: int) -> None:
 
 def test_prompts_that_cannot_be_decoded_are_refused() -> None:
     """C28: empty, or longer than the context; named by number before anything is decoded."""
-    pipeline = pipeline_of(chain(32), 32, Scripted(lambda t, k: []), context=10)
+    pipeline = pipeline_of(chain(32), 32, FixedProposer(lambda t, k: []), context=10)
     with pytest.raises(UserError, match="no tokens"):
         pipeline.generate([[]])
     with pytest.raises(UserError, match="number 2: 11 tokens do not fit the target's context of 10"):
         pipeline.generate([[1], [1] * 11])
     assert not pipeline.verifier.target.model.calls
     with pytest.raises(UserError, match="max_new_tokens"):
-        pipeline_of(chain(32), 32, Scripted(lambda t, k: []), max_new_tokens=None).generate([[1]])
+        pipeline_of(chain(32), 32, FixedProposer(lambda t, k: []), max_new_tokens=None).generate([[1]])
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 2, 3, 5, 8])
@@ -187,10 +188,10 @@ def test_interval_is_clustered_by_request() -> None:
 
 def test_alpha_is_the_mean_overlap_of_verified_places() -> None:
     """P3 drafted by its own q: every verified place has overlap .9."""
-    from tests.stand_ins import Drawn, constant
+    from tests.stand_ins import TableProposer, constant
 
     p, q = constant([0.5, 0.3, 0.2]), constant([0.6, 0.3, 0.1])
-    done = pipeline_of(p, 3, Drawn(q, 3), gamma=3, temperature=1.0, max_new_tokens=40).generate([[0]])[0]
+    done = pipeline_of(p, 3, TableProposer(q, 3), gamma=3, temperature=1.0, max_new_tokens=40).generate([[0]])[0]
     assert done.alpha == pytest.approx(0.9)
 
 

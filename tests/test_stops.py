@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from specpipe.audit.tables import FixedProposer, TableProposer
 from specpipe.errors import UserError
 from specpipe.pipeline import Pipeline
 from specpipe.settings import GenerationSettings
-from tests.stand_ins import Drawn, Scripted, ToyTokenizer, constant, pipeline_of
+from tests.stand_ins import ToyTokenizer, constant, pipeline_of
 
 WORDS = [" ha", " x", "ha", "!", "<a", "b>", "c", " end of", " text"]
 
@@ -31,7 +32,7 @@ def saying(ids: list[int], blocks: tuple[int, ...] = (), **settings: Any) -> Pip
         return logits
 
     lengths = itertools.cycle(blocks or (0,))
-    guess = Scripted(lambda tokens, k: [*ids, *[6] * 99][len(tokens) - 1 :][: next(lengths)])
+    guess = FixedProposer(lambda tokens, k: [*ids, *[6] * 99][len(tokens) - 1 :][: next(lengths)])
     pipeline = pipeline_of(rule, len(WORDS), guess, gamma=6, **{"max_new_tokens": 12} | settings)
     pipeline.text._tokenizer = Words()
     return pipeline
@@ -104,7 +105,7 @@ P3, Q3 = constant([0.5, 0.3, 0.2]), constant([0.6, 0.3, 0.1])
 
 def test_logprobs_are_of_the_targets_row_for_every_kind_of_token() -> None:
     """C41: accepted 0: ln .5, not ln .6; correction 2: ln .2, though the residual gives it 1; bonus 1: ln .3."""
-    pipeline = pipeline_of(P3, 3, Drawn(Q3, 3), gamma=2, temperature=1.0, max_new_tokens=200, logprobs=3)
+    pipeline = pipeline_of(P3, 3, TableProposer(Q3, 3), gamma=2, temperature=1.0, max_new_tokens=200, logprobs=3)
     sequence = pipeline.sequences([[0]])[0]
     seen = set()
     for step in pipeline.decode(sequence):
@@ -123,7 +124,9 @@ def test_logprobs_come_from_the_row_of_their_place() -> None:
     def rule(ids: list[int]) -> torch.Tensor:
         return torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64).roll(len(ids))
 
-    guess = Scripted(lambda tokens, k: [int(rule([*tokens, *[0] * i]).argmax()) if i != 1 else 0 for i in range(k)])
+    guess = FixedProposer(
+        lambda tokens, k: [int(rule([*tokens, *[0] * i]).argmax()) if i != 1 else 0 for i in range(k)]
+    )
     for mode, temperature in (("raw", 1.0), ("processed", 0.5)):
         pipeline = pipeline_of(
             rule, 4, guess, gamma=3, temperature=0.5, max_new_tokens=30, logprobs=1, logprobs_mode=mode
@@ -137,7 +140,7 @@ def test_logprobs_come_from_the_row_of_their_place() -> None:
 
 
 def test_no_logprobs_unless_asked_for() -> None:
-    assert pipeline_of(P3, 3, Drawn(Q3, 3), max_new_tokens=5).generate([[0]])[0].logprobs is None
-    done = pipeline_of(P3, 3, Drawn(Q3, 3), max_new_tokens=5, logprobs=0).generate([[0]])[0]
+    assert pipeline_of(P3, 3, TableProposer(Q3, 3), max_new_tokens=5).generate([[0]])[0].logprobs is None
+    done = pipeline_of(P3, 3, TableProposer(Q3, 3), max_new_tokens=5, logprobs=0).generate([[0]])[0]
     assert done.logprobs is not None
     assert [entry.top for entry in done.logprobs] == [[]] * 5

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from specpipe.audit.tables import FixedProposer, table
 from specpipe.chance import Chance
 from specpipe.draft import Draft
 from specpipe.errors import UserError
@@ -21,18 +22,7 @@ from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.linear import half_exponent, pack_linears
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.targets import Target, tiny
-from tests.stand_ins import (
-    Scripted,
-    TableModel,
-    ToyTokenizer,
-    chain,
-    context,
-    greedy,
-    pipeline_of,
-    right_but_at,
-    table,
-    window,
-)
+from tests.stand_ins import TableModel, ToyTokenizer, chain, context, greedy, pipeline_of, right_but_at, window
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -63,7 +53,9 @@ def test_full_acceptance_round_after_round(k: int) -> None:
 
 def test_the_first_draft_is_judged_by_the_row_before_it() -> None:
     """C8: shifted rows would accept the repeated 1."""
-    done = pipeline_of(chain(32), 32, Scripted(lambda t, k: [1]), gamma=1, max_new_tokens=2).generate([[1, 1, 1]])[0]
+    done = pipeline_of(chain(32), 32, FixedProposer(lambda t, k: [1]), gamma=1, max_new_tokens=2).generate([[1, 1, 1]])[
+        0
+    ]
     assert done.token_ids[0] == 2
     assert (done.spec_decode["num_draft_tokens"], done.spec_decode["num_accepted_draft_tokens"]) == (1, 0)
 
@@ -103,10 +95,10 @@ def test_rows_of_a_batch_are_what_they_are_alone() -> None:
         return right[: [4, 0, 2, 4][tokens[0]]]
 
     prompts = [[0, 1, 2, 3, 4, 0, 1, 2, 3], [1], [2, 4, 4], [3, 3]]
-    alone = [run(pipeline_of(rule, 5, Scripted(guess), max_new_tokens=9), [prompt])[0] for prompt in prompts]
+    alone = [run(pipeline_of(rule, 5, FixedProposer(guess), max_new_tokens=9), [prompt])[0] for prompt in prompts]
     assert alone == [greedy(rule, prompt, 9) for prompt in prompts]
     for order in itertools.permutations(range(4)):
-        together = run(pipeline_of(rule, 5, Scripted(guess), max_new_tokens=9), [prompts[i] for i in order])
+        together = run(pipeline_of(rule, 5, FixedProposer(guess), max_new_tokens=9), [prompts[i] for i in order])
         assert together == [alone[i] for i in order]
 
 

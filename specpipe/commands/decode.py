@@ -11,54 +11,28 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from specpipe import prompts
+from specpipe.commands.parts import INTERRUPTED, OUTPUT_CLOSED, build_pipeline, chosen_prompts, head, put_away
 from specpipe.config import build, plain
-from specpipe.errors import UserError
+from specpipe.console import OutputClosed
 from specpipe.pipeline import Pipeline
-from specpipe.prompts import Prompts
 from specpipe.results import RunFolder, undisturbed
 from specpipe.sequence import Sequence, Step
 from specpipe.stats import completion, summarise
-from specpipe.terminal import DecodeView, OutputClosed
-
-NOT_SAVED = 2
-INTERRUPTED = 130
-OUTPUT_CLOSED = 141  # as for a program that a closed pipe ends (128 + SIGPIPE)
-
-
-def build_pipeline(config: DictConfig) -> Pipeline:
-    """The configured pipeline. Cheap parts are built first, so that their mistakes show before a model is loaded."""
-    parts = {
-        "settings": build(config.generation, "generation"),
-        "proposer": build(config.proposer, "proposer"),
-        "sampler": build(config.sampler, "sampler"),
-    }
-    target = build(config.target, "target")
-    try:
-        verifier = build(config.verifier, "verifier", target=target)
-    except UserError as error:
-        raise UserError(error.message, key="target") if error.key == "verifier.model" else error from error
-    return Pipeline(
-        verifier=verifier,
-        **parts,
-        num_speculative_tokens=config.num_speculative_tokens,
-        seed=config.seed,
-        chat=config.prompts.get("chat"),
-    )
+from specpipe.terminal import DecodeView
 
 
 def run(config: DictConfig) -> int:
     """Decode all prompts of the config; returns the exit code."""
     settled = plain(config)
     hydra = HydraConfig.get().runtime
-    asked = _prompts(config)
+    asked = chosen_prompts(config)
     tracker = build(config.wandb, "wandb")
     if sys.stderr.isatty():
         print(f"loading {hydra.choices.get('target')} ...", file=sys.stderr)
     pipeline = build_pipeline(config)
     sequences = pipeline.sequences(asked.texts)
-    head = _head(pipeline, settled, hydra.choices)
-    folder = RunFolder(Path(hydra.output_dir), head, lambda: _summary(pipeline, sequences), trace=config.trace)
+    constant = head("decode", pipeline, settled, hydra.choices)
+    folder = RunFolder(Path(hydra.output_dir), constant, lambda: _summary(pipeline, sequences), trace=config.trace)
     tracker.start("decode", settled, folder.folder)
     view = DecodeView(len(sequences))
     code = 1
@@ -78,7 +52,7 @@ def run(config: DictConfig) -> int:
         code = INTERRUPTED
         raise
     finally:
-        code = _put_away(folder, tracker, view, code)
+        code = put_away(folder, tracker, view.note, code)
     return code
 
 
@@ -105,19 +79,6 @@ def _decode(
     return record
 
 
-def _put_away(folder: RunFolder, tracker: Any, view: DecodeView, code: int) -> int:
-    """Save what there is, however the run ended; the exit code, which is not 0 if something could not be saved."""
-    with undisturbed():
-        problem = folder.finish()
-    if problem:
-        view.note(f"specpipe: {problem}")
-        code = code or NOT_SAVED
-    elif code == 0:
-        view.note(f"result: {folder.folder / 'result.json'}")
-    tracker.finish(folder.result, code)
-    return code
-
-
 def _summary(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, Any]:
     """Over all steps that were measured; a step that was interrupted has no times yet."""
     summary = summarise([[step for step in s.steps if step.seconds] for s in sequences], pipeline.gamma)
@@ -141,26 +102,3 @@ def _rule_note(rules: Mapping[str, int]) -> str | None:
     return (
         f"note: {proposer} gives no q, so the rule of sampler={next(iter(rules))} judged (the same law as {sampler}'s)"
     )
-
-
-def _prompts(config: DictConfig) -> Prompts:
-    if config.prompt is None:
-        return build(config.prompts, "prompts")
-    for override in HydraConfig.get().overrides.task:
-        key = override.lstrip("+").partition("=")[0]
-        if (key == "prompts" or key.startswith("prompts.")) and key != "prompts.chat":
-            raise UserError(f"given beside {override}; only one of the two can be decoded.", key="prompt")
-    return prompts.one(config.prompt, config.prompts.get("chat"))
-
-
-def _head(pipeline: Pipeline, config: dict[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
-    """What result.json says of the parts: the options' names, by which runs are compared, and the config that ran."""
-    return {
-        "command": "decode",
-        "seed": pipeline.seed,
-        "target": pipeline.verifier.target.describe(),
-        **{part: choices.get(part) for part in ("proposer", "sampler", "verifier", "generation")},
-        "num_speculative_tokens": pipeline.gamma,
-        "lossless": bool(getattr(pipeline.sampler, "lossless", False)),
-        "config": config,
-    }

@@ -7,6 +7,7 @@ beyond a row's length are stale: the 4-D mask hides them and the next write repl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ class RowCache(Cache):
         self._row_layers = [RowLayer() for _ in range(layers)]
         super().__init__(layers=list(self._row_layers))
         self.lengths = [0] * rows
+
+    def rearrange(self, rows: Sequence[int | None]) -> None:
+        """New row b is old row `rows[b]`, or an empty one where that is None."""
+        self.lengths = [0 if row is None else self.lengths[row] for row in rows]
+        for layer in self._row_layers:
+            layer.rearrange([row or 0 for row in rows])
 
     def place(self, width: int, device: torch.device) -> Tensor:
         """Announce a forward over `width` new tokens in every row.
@@ -52,6 +59,12 @@ class RowLayer(CacheLayerMixin):
     """Keys and values of one layer, [R, H, C, D] each."""
 
     is_sliding = False
+
+    def rearrange(self, rows: list[int]) -> None:
+        """New row b holds what old row `rows[b]` held."""
+        if self.keys is not None and self.values is not None and rows != list(range(len(self.keys))):
+            at = torch.tensor(rows, device=self.keys.device)
+            self.keys, self.values = self.keys[at], self.values[at]
 
     def place(self, positions: Tensor, start: int | None, end: int) -> None:
         """Where the next update writes: `positions` [R, W]; `start` is the same for a single row; L = `end`."""

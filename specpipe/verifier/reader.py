@@ -31,9 +31,8 @@ class Reader:
         takes = inspect.signature(model.forward).parameters
         self._narrow_head = "logits_to_keep" in takes
         self._cache_word = "cache" if "cache" in takes else "past_key_values"  # its name before transformers 5.24
-        self._layers = model.config.get_text_config().num_hidden_layers
         self._owners: list[ref[Sequence]] = []
-        self.cache = RowCache(self._layers)
+        self.cache = RowCache(model.config.get_text_config().num_hidden_layers)
 
     def read(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
         """Read what each sequence has that its row has not, and the draft behind it, in one pass.
@@ -58,14 +57,12 @@ class Reader:
             self.cache.lengths[b] = min(self.cache.lengths[b], len(sequence.tokens) - 1)
 
     def _seat(self, sequences: list[Sequence]) -> None:
-        """A row whose owner changed starts empty."""
-        if len(sequences) != len(self._owners):
-            self.cache = RowCache(self._layers, len(sequences))
+        """Rows follow their owners: whoever was there before keeps what was read, a newcomer's row starts empty."""
+        before = {id(owner): b for b, kept in enumerate(self._owners) if (owner := kept()) is not None}
+        rows = [before.get(id(sequence)) for sequence in sequences]
+        if rows != list(range(len(self._owners))):
+            self.cache.rearrange(rows)
             self._owners = [ref(sequence) for sequence in sequences]
-        for b, sequence in enumerate(sequences):
-            if self._owners[b]() is not sequence:
-                self._owners[b] = ref(sequence)
-                self.cache.lengths[b] = 0
         self.roll_back(sequences)  # a step that was interrupted could not
 
     def _inputs(self, fresh: list[list[int]], draft: Draft, width: int) -> Tensor:

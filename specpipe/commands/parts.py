@@ -1,0 +1,78 @@
+"""What commands share: the pipeline and the prompts of a config, and the head of result.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from specpipe import prompts
+from specpipe.config import build
+from specpipe.errors import UserError
+from specpipe.pipeline import Pipeline
+from specpipe.prompts import Prompts
+from specpipe.results import RunFolder, undisturbed
+
+NOT_SAVED = 2
+INTERRUPTED = 130
+OUTPUT_CLOSED = 141  # as for a program that a closed pipe ends (128 + SIGPIPE)
+
+
+def build_pipeline(config: DictConfig) -> Pipeline:
+    """The configured pipeline. Cheap parts are built first, so that their mistakes show before a model is loaded."""
+    parts = {
+        "settings": build(config.generation, "generation"),
+        "proposer": build(config.proposer, "proposer"),
+        "sampler": build(config.sampler, "sampler"),
+    }
+    target = build(config.target, "target")
+    try:
+        verifier = build(config.verifier, "verifier", target=target)
+    except UserError as error:
+        raise UserError(error.message, key="target") if error.key == "verifier.model" else error from error
+    return Pipeline(
+        verifier=verifier,
+        **parts,
+        num_speculative_tokens=config.num_speculative_tokens,
+        seed=config.seed,
+        chat=config.prompts.get("chat"),
+    )
+
+
+def chosen_prompts(config: DictConfig) -> Prompts:
+    """`prompt`, or the group `prompts`; both at once are refused."""
+    if config.prompt is None:
+        return build(config.prompts, "prompts")
+    for override in HydraConfig.get().overrides.task:
+        key = override.lstrip("+").partition("=")[0]
+        if (key == "prompts" or key.startswith("prompts.")) and key != "prompts.chat":
+            raise UserError(f"given beside {override}; only one of the two can be decoded.", key="prompt")
+    return prompts.one(config.prompt, config.prompts.get("chat"))
+
+
+def head(command: str, pipeline: Pipeline, config: dict[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
+    """What result.json says of the parts: the options' names, by which runs are compared, and the config that ran."""
+    return {
+        "command": command,
+        "seed": pipeline.seed,
+        "target": pipeline.verifier.target.describe(),
+        **{part: choices.get(part) for part in ("proposer", "sampler", "verifier", "generation")},
+        "num_speculative_tokens": pipeline.gamma,
+        "lossless": bool(getattr(pipeline.sampler, "lossless", False)),
+        "config": config,
+    }
+
+
+def put_away(folder: RunFolder, tracker: Any, note: Callable[[str], None], code: int) -> int:
+    """Save what there is, however the run ended; the exit code, which is not 0 if something could not be saved."""
+    with undisturbed():
+        problem = folder.finish()
+    if problem:
+        note(f"specpipe: {problem}")
+        code = code or NOT_SAVED
+    elif code == 0:
+        note(f"result: {folder.folder / 'result.json'}")
+    tracker.finish(folder.result, code)
+    return code

@@ -14,7 +14,7 @@ from specpipe.audit import uniformity
 from specpipe.audit.finding import FAILED, NOT_APPLICABLE, PASSED, TOO_LITTLE, Finding
 from specpipe.audit.reading import Answer, all_logits
 from specpipe.audit.rounding import nearly_possible
-from specpipe.audit.uniformity import BINS, Uniforms
+from specpipe.audit.uniformity import Uniforms
 from specpipe.distribution import Prefix, Rows
 from specpipe.settings import GenerationSettings
 
@@ -91,8 +91,6 @@ class SampledLaw:
             "impossible": self.impossible,
             "outside_by_rounding": self._rounded,
             "histograms": self.uniforms.histograms(),
-                name: np.histogram(self.uniforms.u[name], BINS, (0, 1))[0].tolist() for name in self.uniforms.orderings
-            },
         }
         return Finding("sampled law", result, reason, numbers)
 

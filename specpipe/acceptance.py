@@ -56,6 +56,19 @@ def _all_rows(logits: Tensor, sequence: Sequence, x: Tensor) -> Tensor:
     return Rows(logits, sequence.settings, sequence.prefix, drafts).all()
 
 
+def draft_logprobs(sequence: Sequence, step: Step, draft: Draft, b: int, logits: Tensor) -> tuple[list[float], ...]:
+    """(log p, log q) of every draft of a committed step, also of those behind a rejection. logits: [k + 1, V]."""
+    x, q = draft.row(b)
+    p = Rows(logits, sequence.settings, _before(sequence, step), x)
+    log_p = [p[i][token].log().item() for i, token in enumerate(x)]
+    return log_p, [0.0 if q is None else q[i, token].log().item() for i, token in enumerate(x)]
+
+
+def _before(sequence: Sequence, step: Step) -> Prefix:
+    """What the settings saw in front of the step that was committed last."""
+    return Prefix(sequence.prefix.prompt, sequence.new_tokens[: -len(step.tokens)], sequence.stop_ids)
+
+
 def emitted_logprobs(sequence: Sequence, step: Step, logits: Tensor) -> list[TokenLogprobs]:
     """One entry per token of a committed step. logits: [k + 1, V] of the step."""
     settings = sequence.settings
@@ -63,7 +76,6 @@ def emitted_logprobs(sequence: Sequence, step: Step, logits: Tensor) -> list[Tok
     if settings.logprobs_mode == "raw":
         laws = rows.to(torch.promote_types(rows.dtype, torch.float32)).log_softmax(-1)
     else:
-        before = Prefix(sequence.prefix.prompt, sequence.new_tokens[: -len(step.tokens)], sequence.stop_ids)
-        laws = Rows(rows, settings, before, step.tokens).all().log()
+        laws = Rows(rows, settings, _before(sequence, step), step.tokens).all().log()
     reported = log_probabilities(laws, step.tokens, settings.logprobs or 0)
     return [TokenLogprobs(token, own, top) for token, (own, top) in zip(step.tokens, reported, strict=True)]

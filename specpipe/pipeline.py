@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specpipe.acceptance import Verdict, emitted_logprobs, judge_on_device, judge_row
+from specpipe.acceptance import Verdict, draft_logprobs, emitted_logprobs, judge_on_device, judge_row
 from specpipe.chance import Chance
 from specpipe.clock import StepClock
 from specpipe.draft import ContractError, Draft
@@ -33,6 +34,8 @@ class Pipeline:
         num_speculative_tokens: gamma, the longest draft of a step; 0 is plain decoding.
         seed: of the run; a request's randomness depends on it and on the request alone.
         chat: apply the tokenizer's chat template; None applies it if there is one.
+        score_drafts: note each draft's probability under target and proposer, `Step.log_p` and `log_q`; the laws behind
+            a rejection are then made too, which takes time.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Pipeline:
         num_speculative_tokens: int = 5,
         seed: int = 0,
         chat: bool | None = None,
+        score_drafts: bool = False,
     ) -> None:
         self.verifier = verifier
         self.proposer = proposer
@@ -52,6 +56,7 @@ class Pipeline:
         self.settings = settings
         self.gamma = integer("num_speculative_tokens", num_speculative_tokens, 0)
         self.seed = integer("seed", seed, 0)
+        self.score_drafts = score_drafts
         _refuse_foreign_ids(settings, verifier.target)
         self.text = TextCodec(verifier.target.tokenizer, chat)
 
@@ -71,7 +76,7 @@ class Pipeline:
             for sequence, k, (block, betas) in zip(sequences, draft.lengths, verdicts, strict=True)
         ]
         self.verifier.roll_back(sequences)
-        self._report(sequences, steps, logits)
+        self._report(sequences, steps, draft, logits)
         seconds = clock.stop()
         for step in steps:
             step.has_q, step.seconds = draft.probs is not None, seconds
@@ -148,17 +153,19 @@ class Pipeline:
         sequence = self.sequences([prompt])[0]
         yield from self.text.stream(sequence, self.decode(sequence))
 
-    def _report(self, sequences: list[Sequence], steps: list[Step], logits: list[Tensor]) -> None:
-        """Log-probabilities of the emitted tokens, each from the row it was drawn from, where they were asked for."""
-        if self.settings.logprobs is not None:
-            for sequence, step, rows in zip(sequences, steps, logits, strict=True):
+    def _report(self, sequences: list[Sequence], steps: list[Step], draft: Draft, logits: list[Tensor]) -> None:
+        """Log-probabilities where they were asked for, each from its own row."""
+        for b, (sequence, step, rows) in enumerate(zip(sequences, steps, logits, strict=True)):
+            if self.settings.logprobs is not None:
                 step.logprobs = emitted_logprobs(sequence, step, rows)
+            if self.score_drafts:
+                step.log_p, step.log_q = draft_logprobs(sequence, step, draft, b, rows)
 
     def _checked(self, draft: Draft, asked: list[int]) -> Draft:
         """The draft, if it keeps the proposer's contract as far as that can be seen."""
         fault = draft.fault(asked, self.verifier.target.vocabulary)
         if fault:
-            raise ContractError(f"{type(self.proposer).__name__} {fault}")
+            raise ContractError(f"{self._proposer_name} {fault}")
         return draft
 
     def _accept(self, sequences: list[Sequence], draft: Draft, logits: list[Tensor]) -> list[Verdict]:
@@ -167,7 +174,11 @@ class Pipeline:
                 return judge_on_device(self.sampler, sequences, draft, logits)
             return [judge_row(self.sampler, s, draft, b, logits[b]) for b, s in enumerate(sequences)]
         except ContractError as error:
-            raise ContractError(f"{type(self.proposer).__name__}: {error}") from None
+            raise ContractError(f"{self._proposer_name}: {error}") from None
+
+    @property
+    def _proposer_name(self) -> str:
+        return type(inspect.unwrap(self.proposer)).__name__  # type: ignore[arg-type]
 
 
 def _refuse_foreign_ids(settings: GenerationSettings, target: Any) -> None:

@@ -82,6 +82,8 @@ class RunFolder:
                 "kinds": step.kinds,
                 "overlaps": step.overlaps,
                 "has_q": step.has_q,
+                "log_p": step.log_p,
+                "log_q": step.log_q,
                 "seconds": step.seconds,
             }
             with self._told_at_the_end():

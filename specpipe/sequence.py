@@ -30,7 +30,8 @@ class Step:
 
     drafted (k_s) tokens were scored, the first `accepted` (N_s) of them emitted, then `extra` (0 or 1) more.
     `overlaps` holds sum_x min(p, q) of each verified position; `has_q`: the draft came with the laws it was drawn from;
-    `logprobs` has an entry per emitted token where they were asked for; `seconds` is the time by part.
+    `logprobs` has an entry per emitted token where they were asked for, `log_p` and `log_q` one per draft (natural
+    logarithms of its probability under target and proposer); `seconds` is the time by part.
     """
 
     drafted: int
@@ -40,6 +41,8 @@ class Step:
     prefill: bool = False
     has_q: bool = False
     logprobs: list[TokenLogprobs] | None = None
+    log_p: list[float] | None = None
+    log_q: list[float] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 
 from specpipe.clock import PARTS
 from specpipe.sequence import Sequence, Step, TokenLogprobs
+from specpipe.theory import expected_accepted
 
 
 @dataclass
@@ -152,6 +153,14 @@ def pooled_interval(
 def ratio(numerator: float, denominator: float) -> float | None:
     """Their quotient, or None if there is nothing to divide by."""
     return numerator / denominator if denominator else None
+
+
+def expected_by_rule(steps: Iterable[Step]) -> dict[str, float] | None:
+    """Mean E[N] over the steps that drafted, under each rule, from the drafts' probabilities; None without any."""
+    scored = [
+        expected_accepted(s.log_p, s.log_q) for s in steps if s.drafted and s.log_p is not None and s.log_q is not None
+    ]
+    return {rule: sum(each[rule] for each in scored) / len(scored) for rule in scored[0]} if scored else None
 
 
 def _overlap(steps: Iterable[Step]) -> tuple[float, int]:

@@ -242,14 +242,15 @@ def _close(run: Any, result: Mapping[str, Any], exit_code: int, folder: Path) ->
     summary = result.get("summary") or {}
     counts = summary.get("spec_decode") or {}
     shown = {
-        "requests": _request_table(result.get("requests") or ()),
+        "tests": _table([{key: test[key] for key in ("test", "result", "reason")} for test in result.get("tests", ())]),
+        "requests": _table([_request_row(*numbered) for numbered in enumerate(result.get("requests") or ())]),
         "per_position_acceptance": _bars("position", "acceptance", counts.get("per_position_acceptance"), first=1),
         "acceptance_histogram": _bars("accepted", "steps", counts.get("acceptance_histogram"), first=0),
     }
     if shown := {key: value for key, value in shown.items() if value is not None}:
         with _home_below(folder / "wandb"):
             run.log(shown)
-    run.summary.update(_flat(summary))
+    run.summary.update(_flat({**summary, "verdict": result.get("verdict")}))
     run.finish(exit_code=exit_code)
 
 
@@ -268,12 +269,11 @@ def _home_below(folder: Path) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _request_table(requests: Sequence[Mapping[str, Any]]) -> Any:
-    if not requests:
+def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    if not rows:
         return None
     import wandb
 
-    rows = [_request_row(index, request) for index, request in enumerate(requests)]
     return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
 

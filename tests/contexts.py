@@ -17,13 +17,14 @@ from specpipe.audit.reading import Answer
 from specpipe.audit.sampled import SampledLaw
 from specpipe.audit.tables import FixedProposer, TableProposer
 from specpipe.chance import Chance
+from specpipe.draft import Draft
 from specpipe.pipeline import Pipeline
 from specpipe.proposers import Proposer
 from specpipe.samplers import Sampler
 from specpipe.sequence import Sequence
 
 V, CONTEXTS, GAMMA = 64, 997, 4
-SPREAD_P, SPREAD_Q = 1.8, 1.03  # of the logits of p, and of what q adds to them
+SPREAD_P, SPREAD_Q = 1.8, 0.87  # of the logits of p, and of what q adds to them
 
 
 @cache
@@ -56,6 +57,18 @@ def continued(tokens: list[int], k: int) -> list[int]:
     for _ in range(k):
         ids.append(int(draft(ids).argmax()))
     return ids[len(tokens) :]
+
+
+class ArgmaxDraws:
+    """Takes the best id of each q it returns: never drawn from it."""
+
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
+        tokens = torch.tensor([continued(sequence.tokens, max(lengths)) for sequence in sequences])
+        probs = torch.zeros(*tokens.shape, V, dtype=torch.float64)
+        for b, sequence in enumerate(sequences):
+            for i in range(tokens.shape[1]):
+                probs[b, i] = draft([*sequence.tokens, *tokens[b, :i].tolist()]).softmax(-1)
+        return Draft(tokens.long(), list(lengths), probs)
 
 
 class HotDraws:

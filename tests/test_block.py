@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from specpipe.audit.exact import largest_difference, output_law, step_law, target_law, total_variation
 from specpipe.audit.tables import FixedProposer, TableProposer, table
 from specpipe.chance import Chance
-from specpipe.distribution import Rows
+from specpipe.distribution import Prefix, Rows, probabilities
 from specpipe.samplers.block import Block, excess, running_log_ratios, stands
 from specpipe.samplers.exact_match import ExactMatch
 from specpipe.samplers.rejection import Rejection
 from specpipe.settings import GenerationSettings
+from specpipe.theory import expected_accepted
 from tests.stand_ins import constant, pipeline_of
 from tests.wrong_rules import (
     BlockResidual,
@@ -31,6 +33,7 @@ from tests.wrong_rules import (
 V = 3
 PROMPT = [1, 0]
 P, Q = table(V, seed=1), table(V, seed=2)
+FULL = table(V, seed=3, zeros=0)
 SAMPLE = {"temperature": 1.0}
 
 
@@ -56,7 +59,7 @@ PAIRS = {
 }
 
 
-def expected_accepted(pair: str, sampler: Any, k: int) -> float:
+def expected_accepted_of(pair: str, sampler: Any, k: int) -> float:
     p, q = PAIRS[pair]
     pipeline = pipeline_of(
         constant(p), len(p), TableProposer(constant(q), len(p)), gamma=k, sampler=sampler, temperature=1.0
@@ -76,9 +79,9 @@ def expected_accepted(pair: str, sampler: Any, k: int) -> float:
 def test_expected_accepted_counts(pair: str, token: list[float], block: list[float], match2: float) -> None:
     """theory.md section 4, C7; both rules are the same at k = 1, and differ at k = 2 already."""
     for k in (1, 2, 3):
-        assert expected_accepted(pair, Rejection(), k) == pytest.approx(token[k - 1], abs=5e-4)
-        assert expected_accepted(pair, Block(), k) == pytest.approx(block[k - 1], abs=5e-4)
-    assert expected_accepted(pair, ExactMatch(), 2) == pytest.approx(match2, abs=1e-4)
+        assert expected_accepted_of(pair, Rejection(), k) == pytest.approx(token[k - 1], abs=5e-4)
+        assert expected_accepted_of(pair, Block(), k) == pytest.approx(block[k - 1], abs=5e-4)
+    assert expected_accepted_of(pair, ExactMatch(), 2) == pytest.approx(match2, abs=1e-4)
 
 
 def test_one_hot_q_and_no_draft() -> None:
@@ -92,26 +95,62 @@ def test_one_hot_q_and_no_draft() -> None:
     assert Block().accept([], one, torch.zeros(0, 2), Chance(0)) == (0, 1)
 
 
-def test_block_never_accepts_fewer_on_random_models() -> None:
-    """1,000 random pairs, k = 3: P(N >= i) is E[w_i] for block and E[prod min(1, r)] token by token."""
+def test_block_never_accepts_fewer_on_any_path() -> None:
+    """1,000 random pairs with a path of drafts each, k = 1..6, from the drafts' probabilities alone."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(1000):
-        p, q = (torch.rand(3, 3, 3, 3, generator=generator) ** 2 + 1e-3 for _ in range(2))
-        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-        block, token = torch.tensor(0.0), torch.tensor(0.0)
-        weight, w, plain = torch.ones(()), torch.ones(()), torch.ones(())
-        # rows: [x1], [x1, x2], [x1, x2, x3], each with a law of its own
-        for rows_p, rows_q in ((p[0, 0], q[0, 0]), (p[1], q[1]), (p, q)):
-            law_p, law_q = (rows_p[0], rows_q[0]) if rows_p.dim() == 2 else (rows_p, rows_q)
-            law_p = law_p if law_p.dim() == weight.dim() + 1 else law_p[..., :]
-            r = law_p / law_q
-            weight = weight[..., None] * law_q
-            w = (w[..., None] * r).clamp(max=1)
-            plain = plain[..., None] * r.clamp(max=1)
-            block, token = block + (weight * w).sum(), token + (weight * plain).sum()
-            if weight.dim() == 3:
-                break
-        assert block >= token - 1e-6
+    gains = []
+    for k in torch.randint(1, 7, (1000,), generator=generator).tolist():
+        log_p, log_q = (torch.rand(k, generator=generator).log().tolist() for _ in range(2))
+        expected = expected_accepted(log_p, log_q)
+        gains.append(expected["block"] - expected["rejection"])
+    assert min(gains) >= 0
+    assert max(gains) > 0.3
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_both_rules_are_scored_from_one_trace(pair: str) -> None:
+    """theory.md section 4, noise-free comparison: its mean over drafts is E[N], whichever rule made the trace."""
+    p, q = PAIRS[pair]
+    for k in (1, 2, 3):
+        mean = dict.fromkeys(("rejection", "block", "exact_match"), 0.0)
+        for path in itertools.product(range(len(q)), repeat=k):
+            log_p, log_q = ([math.log(law[x]) for x in path] for law in (p, q))
+            for rule, value in expected_accepted(log_p, log_q).items():
+                mean[rule] += math.exp(sum(log_q)) * value
+        for rule, sampler in (("rejection", Rejection()), ("block", Block()), ("exact_match", ExactMatch())):
+            assert mean[rule] == pytest.approx(expected_accepted_of(pair, sampler, k), abs=1e-12)
+
+
+@pytest.mark.parametrize("sampler", [Rejection, Block])
+def test_a_trace_holds_the_probabilities_of_every_draft(sampler: type) -> None:
+    """Also of those behind a rejection, under the settings at its own prefix; a perfect draft is expected whole."""
+    settings = {"temperature": 0.7, "frequency_penalty": 0.4, "max_new_tokens": 12}
+    pipeline = pipeline_of(FULL, V, TableProposer(Q, V), gamma=3, sampler=sampler(), **settings)
+    pipeline.score_drafts = True
+    [sequence] = pipeline.sequences([PROMPT])
+    before, seen = 0, 0
+    for step in pipeline.decode(sequence):
+        assert step.log_p is not None
+        assert len(step.log_p) == step.drafted
+        for i in range(min(step.accepted + 1, step.drafted, len(step.tokens))):
+            emitted = sequence.new_tokens[: before + i]
+            p = probabilities(FULL([*PROMPT, *emitted]), pipeline.settings, Prefix(PROMPT, emitted))
+            if i < step.accepted:
+                assert step.log_p[i] == pytest.approx(p[step.tokens[i]].log().item())
+                seen += 1
+        before += len(step.tokens)
+    assert seen > 0
+    same = pipeline_of(P, V, TableProposer(P, V), gamma=3, sampler=sampler(), temperature=1.0, max_new_tokens=12)
+    same.score_drafts = True
+    [sequence] = same.sequences([PROMPT])
+    for step in same.decode(sequence):
+        assert expected_accepted(step.log_p or [], step.log_q or [])["block"] == pytest.approx(step.drafted)
+
+
+def test_without_probabilities_nothing_is_expected() -> None:
+    """A draft that the target excludes stands for nothing behind it."""
+    assert expected_accepted([], []) == {"rejection": 0, "block": 0, "exact_match": 0}
+    assert expected_accepted([-math.inf, 0.0], [0.0, 0.0]) == {"rejection": 0, "block": 0, "exact_match": 0}
 
 
 def test_thresholds_of_the_worked_example() -> None:
@@ -150,7 +189,7 @@ def test_thresholds_of_the_worked_example() -> None:
         (Unclipped, (0, 0.0600, 0.0630)),
         (WhileBelowW, (0, 0.0500, 0.0650)),
         (LastBelowW, (0.1350, 0.1350, 0.1485)),
-        (UniformProducts, (0.1711, 0.2366, 0.2420)),
+        (UniformProducts, (0.17104, 0.2366, 0.2420)),
         (FirstFailure, (0.2455, 0.3057, 0.3264)),
     ],
 )

@@ -252,7 +252,7 @@ def test_usage_version_and_unknown_command(specpipe) -> None:
     assert "decode" in specpipe("--help").out
     assert specpipe("--version").out.startswith("specpipe ")
     ran = specpipe("decod")
-    assert (ran.code, ran.err) == (2, "specpipe: no command 'decod'; there is decode. Did you mean 'decode'?\n")
+    assert (ran.code, ran.err) == (2, "specpipe: no command 'decod'; there is decode, audit. Did you mean 'decode'?\n")
 
 
 def test_help_shows_groups_options_and_keys(specpipe) -> None:
@@ -277,7 +277,8 @@ def test_hydras_flags_work(specpipe) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("specpipe ", {"decode"}),
+        ("specpipe ", {"decode", "audit"}),
+        ("specpipe a", {"audit"}),
         ("specpipe de", {"decode"}),
         ("specpipe decode proposer=", {"proposer=ngram", "proposer=none"}),
         ("specpipe decode proposer.m", {"proposer.max_ngram=", "proposer.min_ngram="}),

@@ -80,7 +80,7 @@ def audit(*tests: dict[str, Any], verdict: str | None = LOSSLESS, **changed: Any
 
 def sampled(tokens: int = 64) -> dict[str, Any]:
     """The record of a real test, over tokens of a table model."""
-    law = SampledLaw(TableVerifier(FULL, V), GenerationSettings(temperature=1.0), frozenset())
+    law = SampledLaw(TableVerifier(FULL, V), GenerationSettings(temperature=1.0), frozenset(), lambda answer, t: 1)
     ids = torch.randint(V, (tokens,), generator=torch.Generator().manual_seed(3)).tolist()
     law.add(Answer([1, 0], ids))
     return law.finding().record()

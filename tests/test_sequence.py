@@ -188,7 +188,8 @@ def test_interval_is_clustered_by_request() -> None:
 
 def test_alpha_is_the_mean_overlap_of_verified_places() -> None:
     """P3 drafted by its own q: every verified place has overlap .9."""
-    from tests.stand_ins import TableProposer, constant
+    from specpipe.audit.tables import TableProposer
+    from tests.stand_ins import constant
 
     p, q = constant([0.5, 0.3, 0.2]), constant([0.6, 0.3, 0.1])
     done = pipeline_of(p, 3, TableProposer(q, 3), gamma=3, temperature=1.0, max_new_tokens=40).generate([[0]])[0]

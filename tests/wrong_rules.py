@@ -59,7 +59,7 @@ TOKEN_RULES: dict[str, TokenRule] = {
     "residual |p-q|": TokenRule(correction=lambda p, q: (p - q).abs()),
     "accept everything": TokenRule(ratio=lambda p, q: (1.0, 1.0)),
     "min(1, q/p)": TokenRule(ratio=lambda p, q: (q, p)),
-    "accept iff p >= q": TokenRule(ratio=lambda p, q: (float(p >= q), 1.0)),
+    "accept iff p >= q": TokenRule(ratio=lambda p, q: (float(p >= q - 1e-12), 1.0)),
     "accept with p(x), residual (p-q)+": TokenRule(ratio=lambda p, q: (p, 1.0)),
     "min(1, 2p/q)": TokenRule(ratio=lambda p, q: (2 * p, q)),
     "bonus from q": TokenRule(bonus=lambda p, k, q: q[k - 1] if k else p[0]),
@@ -203,13 +203,13 @@ class LastBelowW(Block):
 
 
 class UniformProducts(Block):
-    """The largest i with w_i >= u_1 ... u_i. For two drafts, by its probabilities."""
+    """The largest i with w_i >= u_1 ... u_i. For up to two drafts, by its probabilities."""
 
     def accept(self, x: list[int], p: Rows, q: Tensor, chance: Chance) -> tuple[int, int]:  # type: ignore[override]
-        w = [math.exp(value) for value in running_log_ratios(x, p, q)] + [0.0] * (2 - len(x))
-        both = w[2] * (1 - math.log(w[2])) if w[2] else 0.0
-        one = w[1] if not w[2] else max(0.0, w[1] - w[2] - w[2] * math.log(w[1] / w[2]))
-        n = 2 if chance.passes(both, 1.0) else int(chance.passes(one, 1 - both))
+        one, both = ([math.exp(log_w) for log_w in running_log_ratios(x, p, q)] + [0.0, 0.0])[1:3]
+        two = both * (1 - math.log(both)) if both else 0.0
+        first = one if not both else max(0.0, one - both - both * math.log(one / both)) if one > both else 0.0
+        n = 2 if chance.passes(two, 1.0) else int(chance.passes(first, 1 - two))
         return n, chance.draw(p[n] if n == len(x) else residual(p[n], q[n]))
 
 

@@ -28,15 +28,15 @@ class Watched:
     """
 
     def __init__(self, proposer: Proposer, seed: int = 0) -> None:
-        self._proposer = proposer
+        self.__wrapped__ = proposer  # as functools.wraps leaves it
         self._uniforms = Uniforms(seed)
         self._deterministic = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._proposer, name)
+        return getattr(self.__wrapped__, name)
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
-        draft = self._proposer.propose(sequences, lengths)
+        draft = self.__wrapped__.propose(sequences, lengths)
         if draft.probs is None:
             self._deterministic += sum(draft.lengths)
             return draft

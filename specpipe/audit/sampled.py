@@ -103,11 +103,12 @@ class SampledLaw:
             first = self.impossible[0]
             where = f"token {first['token']} of request {first['request']} at place {first['position']}"
             return FAILED, f"{len(self.impossible)} of {n} tokens have probability 0, the first is {where}."
+        if streams < uniformity.LEVEL:
+            together = f"at equal places they move together, p = {streams:.2g}"
+            return FAILED, f"{self._requests} requests share their random numbers: {together}."
         if corrected < uniformity.LEVEL:
             which = f"{worst.statistic}, ordered by {worst.ordering}"
             return FAILED, f"{n} tokens do not follow the target's law: corrected p = {corrected:.2g} ({which})."
-        if streams < uniformity.LEVEL:
-            return FAILED, f"requests share their random numbers: p = {streams:.2g} over {self._requests} requests."
         seen = f"a mean total-variation bias of {detectable:.3f} would have shown"
         found = f"{n} tokens, smallest corrected p = {corrected:.2g}; {seen}"
         if detectable > ENOUGH:

@@ -75,8 +75,9 @@ class TableProposer:
     """
 
     def __init__(self, rule: Rule, size: int, ids: Items[int] | None = None) -> None:
-        self.rule, self.size = rule, size
-        self.ids = None if ids is None else torch.tensor(ids)
+        self.size = size
+        own = None if ids is None else torch.tensor(ids)
+        self._law = cache(lambda prefix: in_vocabulary(rule(list(prefix)).softmax(-1), size, own))
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         longest = max(lengths)
@@ -84,8 +85,7 @@ class TableProposer:
         probs = torch.zeros(len(sequences), longest, self.size, dtype=torch.float64)
         for b, (sequence, k) in enumerate(zip(sequences, lengths, strict=True)):
             for i in range(k):
-                own = self.rule([*sequence.tokens, *tokens[b, :i].tolist()]).softmax(-1)
-                probs[b, i] = in_vocabulary(own, self.size, self.ids)
+                probs[b, i] = self._law((*sequence.tokens, *tokens[b, :i].tolist()))
                 tokens[b, i] = sequence.chance.propose(probs[b, i])
         return Draft(tokens, list(lengths), probs)
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.style import Style
 from rich.text import Text
 
 from specpipe.audit.finding import BIASED, FAILED, LOSSLESS, NOT_APPLICABLE, PASSED, TOO_LITTLE, Finding
@@ -34,7 +35,8 @@ class AuditView:
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
-        self._out = Console(file=out or sys.stdout, highlight=False)
+        self._stream = out or sys.stdout
+        self._out = Console(file=self._stream, highlight=False)
         self._err = Console(file=err or sys.stderr, highlight=False)
 
     @contextmanager
@@ -64,6 +66,8 @@ class AuditView:
         self._err.print(Text(line), soft_wrap=True)
 
     def _line(self, label: str, word: str, rest: str, style: str) -> None:
-        with written(self._out.file):
-            self._out.print(Text.assemble(label, (word, style), rest), soft_wrap=True)
-            self._out.file.flush()
+        coloured = self._out.color_system is not None and not self._out.no_color
+        word = Style.parse(style).render(word) if coloured and word else word
+        with written(self._stream):  # not through rich, which says nothing of a reader that has gone
+            self._stream.write(f"{label}{word}{rest}\n")
+            self._stream.flush()

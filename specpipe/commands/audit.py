@@ -65,8 +65,8 @@ def run(config: DictConfig) -> int:
         findings: list[Finding] = []
         for finding in audit.findings(view):
             findings.append(finding)
-            view.finding(finding)
             folder.put(tests=[each.record() for each in findings])
+            view.finding(finding)
         word, reasons = verdict(findings)
         folder.put(verdict=word, reasons=reasons)
         view.verdict(word)
@@ -154,8 +154,8 @@ class PipelineAudit:
             yield completion(text, sequence, answer, self._pipeline.gamma).record()
 
     def answers(self) -> list[Answer]:
-        """The sampled requests as token ids."""
-        return [_answer(sequence) for _, sequence in self._sampled]
+        """The finished ones of the sampled requests as token ids."""
+        return [_answer(sequence) for _, sequence in self._sampled if sequence.finish_reason]
 
     def _greedy_identity(self, advance: Any) -> Finding:
         pipeline, sampling = self._pipeline, self._pipeline.settings

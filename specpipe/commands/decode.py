@@ -17,7 +17,7 @@ from specpipe.console import OutputClosed
 from specpipe.pipeline import Pipeline
 from specpipe.results import RunFolder, undisturbed
 from specpipe.sequence import Sequence, Step
-from specpipe.stats import completion, summarise
+from specpipe.stats import completion, expected_by_rule, summarise
 from specpipe.terminal import DecodeView
 
 
@@ -82,7 +82,8 @@ def _decode(
 def _summary(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, Any]:
     """Over all steps that were measured; a step that was interrupted has no times yet."""
     summary = summarise([[step for step in s.steps if step.seconds] for s in sequences], pipeline.gamma)
-    return summary | {"steps_by_rule": _steps_by_rule(pipeline, sequences)}
+    expected = expected_by_rule(step for sequence in sequences for step in sequence.steps)
+    return summary | {"steps_by_rule": _steps_by_rule(pipeline, sequences), "expected_accepted": expected}
 
 
 def _steps_by_rule(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, int]:

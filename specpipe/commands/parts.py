@@ -38,6 +38,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
         num_speculative_tokens=config.num_speculative_tokens,
         seed=config.seed,
         chat=config.prompts.get("chat"),
+        score_drafts=bool(config.get("trace")),
     )
 
 

@@ -162,7 +162,7 @@ OF_TOKENS = {
     "p / q": (
         "p/q",
         "Tokens that the proposer underrates come first, those it overrates last: tall bars on the right are text that "
-        "leans towards the draft. Where no q is known this is the order by p.",
+        "leans towards the draft. Where there is no draft, p flattened stands in for q.",
     ),
     "p": (
         "p",
@@ -312,7 +312,7 @@ def _sampled(finding: Numbers) -> Markup:
                 finding.get("smallest_detectable_tv"),
             ),
             ("needed for lossless", _needed(finding)),
-            ("tokens with a q to compare with", finding.get("positions_with_reference")),
+            ("tokens at which the proposer had a draft", finding.get("drafted_positions")),
             ("tokens of probability 0", _length(finding.get("impossible"))),
             ("just outside a cut-off, by rounding", finding.get("outside_by_rounding")),
         ]

@@ -15,7 +15,7 @@ from hydra.version import VersionBase
 from omegaconf import OmegaConf
 
 from specpipe import load
-from specpipe.config import CONF, build, compose, plain
+from specpipe.config import CONF, SCHEMAS, build, compose, plain
 from specpipe.errors import UserError, choice, flag, integer, nearest, number
 from specpipe.paths import from_start
 
@@ -56,9 +56,10 @@ def test_every_choice_has_a_comment(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", OPTIONS, ids=named)
-def test_option_composes_with_decode(file: Path) -> None:
+def test_option_composes_with_every_command(file: Path) -> None:
     needed = {"hf": ["target.model=x"], "jsonl": ["prompts.path=x"]}.get(file.stem, [])
-    assert "_target_" in compose("decode", [f"{file.parent.name}={file.stem}", *needed])[file.parent.name]
+    for command in SCHEMAS:
+        assert "_target_" in compose(command, [f"{file.parent.name}={file.stem}", *needed])[file.parent.name]
 
 
 @pytest.mark.parametrize("file", sorted(Path(CONF, "experiment").glob("*.yaml")), ids=named)

@@ -23,18 +23,19 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = re.findall(r"^    (?:.*\| )?python -m specpipe decode(.*)$", README, re.M)
+    lines = re.findall(r"^    (?:.*\| )?python -m specpipe (.*)$", README, re.M)
     return [line.split("    #")[0].strip() for line in lines if "--config-dir" not in line]
 
 
-def test_the_readme_shows_commands() -> None:
-    assert len(commands()) >= 8
+def test_the_readme_shows_every_command() -> None:
+    assert len(commands()) >= 10
+    assert {line.split()[0] for line in commands()} == set(cli.COMMANDS)
 
 
 @pytest.mark.parametrize("line", commands())
 def test_every_command_of_the_readme_composes(line: str) -> None:
-    words = [word for word in shlex.split(line) if word not in ("-m", "--cfg", "job")]
-    compose("decode", [word.split(",")[0] if not word.startswith("prompt=") else word for word in words])
+    command, *words = (word for word in shlex.split(line) if word not in ("-m", "--cfg", "job"))
+    compose(command, [word.split(",")[0] if not word.startswith("prompt=") else word for word in words])
 
 
 def test_the_readme_names_every_option_of_every_group() -> None:

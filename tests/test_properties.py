@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import hypothesis
@@ -19,16 +19,18 @@ from hypothesis import HealthCheck, Phase, assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specpipe.audit.exact import explore
 from specpipe.audit.tables import TableProposer, table
 from specpipe.chance import Chance
 from specpipe.distribution import NUCLEUS_HEAD, Prefix, Rows, draw, probabilities
 from specpipe.draft import ContractError
 from specpipe.errors import UserError
-from specpipe.samplers.block import Block, excess, running_log_ratios, stands
+from specpipe.samplers.block import Block
 from specpipe.samplers.exact_match import ExactMatch
 from specpipe.samplers.rejection import Rejection, residual
 from specpipe.settings import GenerationSettings
 from tests.stand_ins import pipeline_of
+from tests.wrong_rules import TOKEN_RULES, FirstFailure, Redraw, TokenResidual
 
 MANY = hypothesis.settings(
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -507,42 +509,6 @@ def test_acceptance_on_a_device_is_acceptance_on_the_host(block: Blocks) -> None
 # ---- acceptance rules: the exact law, every decision explored ----
 
 
-class Explorer(Chance):
-    """Follows `path`, then takes the first option of every decision, and notes the paths of the other options."""
-
-    def __init__(self, path: list[int]) -> None:
-        self.path, self.taken, self.mass = path, 0, 1.0
-        self.others: list[list[int]] = []
-
-    def propose(self, q: Tensor) -> int:
-        return self._decide(q.tolist())
-
-    def passes(self, p: float, q: float) -> bool:
-        return bool(self._decide([max(0.0, q - p), min(p, q)]))
-
-    def draw(self, law: Tensor) -> int:
-        return self._decide(law.tolist())
-
-    def _decide(self, weights: list[float]) -> int:
-        if self.taken == len(self.path):
-            first, *rest = (i for i, weight in enumerate(weights) if weight > 0)
-            self.others += [[*self.path, option] for option in rest]
-            self.path = [*self.path, first]
-        choice = self.path[self.taken]
-        self.taken += 1
-        self.mass *= weights[choice] / math.fsum(weights)
-        return choice
-
-
-def outcomes(decide: Callable[[Chance], Case]) -> Iterator[tuple[Case, float]]:
-    paths: list[list[int]] = [[]]
-    while paths:
-        chance = Explorer(paths.pop())
-        outcome = decide(chance)
-        paths += chance.others
-        yield outcome, chance.mass
-
-
 class Models(NamedTuple):
     """A target and a proposer with a law of their own behind every prefix of at most k tokens."""
 
@@ -563,7 +529,7 @@ class Models(NamedTuple):
 
     def block_law(self, sampler: Any, soft: bool = True) -> Law:
         law: Law = defaultdict(float)
-        for block, mass in outcomes(lambda chance: self.block(sampler, chance, soft)):
+        for block, mass in explore(lambda chance: self.block(sampler, chance, soft)):
             law[block] += mass
         return law
 
@@ -616,42 +582,19 @@ def test_block_verification_keeps_at_least_as_many_drafts_at_every_place(both: M
         assert block >= token - 1e-12
 
 
-class CorrectionFromP(Rejection):
-    def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
-        n = next((i for i, t in enumerate(x) if not chance.passes(p[i][t].item(), q[i, t].item())), len(x))
-        return n, chance.draw(p[n])
+WRONG = {
+    "correction from p": TOKEN_RULES["correction from p"],
+    "bonus from the previous row": TOKEN_RULES["bonus from the previous row"],
+    "token residual": TokenResidual(),
+    "first failure": FirstFailure(),
+    "redraw": Redraw(),
+}
 
 
-class BonusFromTheRowBefore(Rejection):
-    def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
-        n, y = super().accept(x, p, q, chance)
-        return (n, chance.draw(p[n - 1])) if n == len(x) > 0 else (n, y)
-
-
-class TokenResidual(Block):
-    def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
-        log_w = running_log_ratios(x, p, q)
-        n = next((i for i in range(len(x), 0, -1) if stands(i, log_w[i], p, q, chance)), 0)
-        return n, chance.draw(p[n] if n == len(x) else residual(p[n], q[n]))
-
-
-class FirstFailure(Block):
-    def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
-        log_w = running_log_ratios(x, p, q)
-        n = next((i for i in range(len(x)) if not stands(i + 1, log_w[i + 1], p, q, chance)), len(x))
-        return n, chance.draw(p[n] if n == len(x) else excess(p[n], q[n], log_w[n]))
-
-
-class Redrawn(ExactMatch):
-    def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
-        n, y = super().accept(x, p, q, chance)
-        return n, y if n == len(x) else chance.draw(p[n])
-
-
-@pytest.mark.parametrize("wrong", [CorrectionFromP, BonusFromTheRowBefore, TokenResidual, FirstFailure, Redrawn])
-def test_a_wrong_rule_does_not_have_the_targets_law(wrong: type) -> None:
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_rule_does_not_have_the_targets_law(wrong: str) -> None:
     case = models().filter(lambda both: both.k > 0)
-    hypothesis.find(case, lambda both: both.error_of(wrong()) > 1e-3, settings=FIRST_FOUND)
+    hypothesis.find(case, lambda both: both.error_of(WRONG[wrong]) > 1e-3, settings=FIRST_FOUND)
 
 
 def test_a_block_that_ends_at_its_first_failure_keeps_fewer_drafts_than_the_token_rule() -> None:

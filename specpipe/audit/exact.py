@@ -8,9 +8,10 @@ target's own laws: context-dependent tables hide neither shifted rows nor wrong 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 
 Law = dict[tuple[int, ...], float]  # emitted ids -> probability
+Outcome = TypeVar("Outcome")
 
 V, N = 3, 4  # ids of the table models; tokens whose joint law is compared
 GAMMAS = (1, 2, 3)
@@ -153,64 +155,64 @@ class NotExplorable(Exception):
 
 
 class Explorer(Chance):
-    """Takes the decisions it is told to, and notes the options of the first one it was not told."""
+    """Follows `path`, then takes the first option of each new decision; `others` are the paths of the other options."""
 
     def __init__(self, path: list[int]) -> None:
-        self._path = path
-        self._taken = 0
+        self.path = path
+        self.others: list[list[int]] = []
         self.mass = 1.0
-        self.options: list[int] | None = None
+        self._taken = 0
 
     def propose(self, q: Tensor) -> int:
-        return self._decide(q)
+        return self._decide(q.tolist())
 
     def draw(self, law: Tensor) -> int:
-        return self._decide(law)
+        return self._decide(law.tolist())
 
     def passes(self, p: float, q: float) -> bool:
         accept = 1.0 if p >= q else p / q
-        return bool(self._decide(torch.tensor([1 - accept, accept], dtype=torch.float64)))
+        return bool(self._decide([1 - accept, accept]))
 
     def uniforms(self, k: int) -> tuple[list[float], float]:
         raise NotExplorable("asks for raw random numbers; only chance.passes and chance.draw can be explored.")
 
-    def _decide(self, law: Tensor) -> int:
-        weights = (law.double() / law.double().sum()).tolist()
-        if self._taken == len(self._path):
-            self.options = [i for i, weight in enumerate(weights) if weight > 0]
-            if not self.options:
-                raise FloatingPointError(f"a law without mass was drawn from: {law.tolist()}")
-            raise Undecided
-        choice = self._path[self._taken]
+    def _decide(self, weights: list[float]) -> int:
+        if self._taken == len(self.path):
+            options = [i for i, weight in enumerate(weights) if weight > 0]
+            if not options:
+                raise FloatingPointError(f"a law without mass was drawn from: {weights}")
+            self.others += [[*self.path, option] for option in options[1:]]
+            self.path = [*self.path, options[0]]
+        choice = self.path[self._taken]
         self._taken += 1
-        self.mass *= weights[choice]
+        self.mass *= weights[choice] / math.fsum(weights)
         return choice
 
 
-class Undecided(Exception):
-    """The path ends before the step does."""
+def explore(decide: Callable[[Chance], Outcome]) -> Iterator[tuple[Outcome, float]]:
+    """Every outcome of `decide` under every sequence of decisions, with its probability."""
+    paths: list[list[int]] = [[]]
+    outside = _other_randomness()
+    while paths:
+        chance = Explorer(paths.pop())
+        yield decide(chance), chance.mass
+        paths += chance.others
+    if _other_randomness() != outside:
+        raise NotExplorable("draws random numbers of its own; only chance.passes and chance.draw can be explored.")
 
 
 def step_law(pipeline: Pipeline, prompt: list[int], emitted: tuple[int, ...] = (), n: int = 99) -> Law:
     """What one step appends behind `prompt` and `emitted`, with its probability, at most up to n tokens in all."""
-    law: Law = {}
-    paths: list[list[int]] = [[]]
-    settings = pipeline.settings
-    outside = _other_randomness()
-    while paths:
-        path = paths.pop()
-        chance = Explorer(path)
-        sequence = Sequence(prompt, settings, stop_ids=settings.stop_token_ids, chance=chance)
+
+    def block(chance: Chance) -> tuple[int, ...]:
+        stop_ids = pipeline.settings.stop_token_ids
+        sequence = Sequence(prompt, pipeline.settings, stop_ids=stop_ids, chance=chance)
         sequence.tokens += emitted
-        try:
-            step = pipeline.step([sequence])[0]
-        except Undecided:
-            paths += [[*path, option] for option in chance.options or []]
-            continue
-        block = tuple(step.tokens[: n - len(emitted)])
-        law[block] = law.get(block, 0.0) + chance.mass
-    if _other_randomness() != outside:
-        raise NotExplorable("draws random numbers of its own; only chance.passes and chance.draw can be explored.")
+        return tuple(pipeline.step([sequence])[0].tokens[: n - len(emitted)])
+
+    law: Law = {}
+    for tokens, mass in explore(block):
+        law[tokens] = law.get(tokens, 0.0) + mass
     return law
 
 

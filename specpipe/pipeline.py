@@ -79,7 +79,7 @@ class Pipeline:
         self._report(sequences, steps, draft, logits)
         seconds = clock.stop()
         for step in steps:
-            step.has_q, step.seconds = draft.probs is not None, seconds
+            step.has_q, step.seconds, step.rows = draft.probs is not None, seconds, len(sequences)
         return steps
 
     def decode(self, sequence: Sequence) -> Iterator[Step]:

@@ -31,7 +31,8 @@ class Step:
     drafted (k_s) tokens were scored, the first `accepted` (N_s) of them emitted, then `extra` (0 or 1) more.
     `overlaps` holds sum_x min(p, q) of each verified position; `has_q`: the draft came with the laws it was drawn from;
     `logprobs` has an entry per emitted token where they were asked for, `log_p` and `log_q` one per draft (natural
-    logarithms of its probability under target and proposer); `seconds` is the time by part.
+    logarithms of its probability under target and proposer); `seconds` is the time by part of the pass, which `rows`
+    requests shared.
     """
 
     drafted: int
@@ -44,6 +45,7 @@ class Step:
     log_p: list[float] | None = None
     log_q: list[float] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    rows: int = 1
 
     @property
     def extra(self) -> int:

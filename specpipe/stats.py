@@ -21,7 +21,8 @@ from specpipe.theory import expected_accepted
 class Completion:
     """A decoded request, as in result.json `requests[]`.
 
-    timing: seconds by part, summing to the wall time. tokens_per_s: of decoding, prompt pass excluded.
+    timing: seconds by part, summing to the wall time of the request, also where others shared its passes. tokens_per_s:
+    of decoding, prompt pass excluded.
     """
 
     prompt: str | list[int]
@@ -52,10 +53,10 @@ def completion(prompt: str | Items[int], sequence: Sequence, text: str, gamma: i
         token_ids=sequence.new_tokens,
         finish_reason=sequence.finish_reason or "interrupted",
         time_to_first_token_s=sum(steps[0].seconds.values()) if steps else None,
-        tokens_per_s=tokens_per_second(steps),
+        tokens_per_s=ratio(*_decoded(steps)),
         tokens_per_target_pass=ratio(len(sequence.new_tokens), len(steps)),
         alpha=ratio(*_overlap(steps)),
-        timing=timing(steps),
+        timing={part: sum(step.seconds.get(part, 0.0) for step in steps) for part in PARTS},
         spec_decode=spec_decode(steps, gamma),
         logprobs=_logprobs(sequence),
     )
@@ -111,23 +112,23 @@ def spec_decode(steps: Iterable[Step], gamma: int) -> dict[str, Any]:
 
 
 def timing(steps: Iterable[Step]) -> dict[str, float]:
-    """Seconds by part, summed."""
+    """Seconds by part, summed: what the requests of these steps took, a pass that several shared counted once."""
     steps = list(steps)
-    return {part: sum(step.seconds.get(part, 0.0) for step in steps) for part in PARTS}
+    return {part: sum(step.seconds.get(part, 0.0) / step.rows for step in steps) for part in PARTS}
 
 
 def tokens_per_second(steps: Iterable[Step]) -> float | None:
     """Tokens emitted behind the prompt pass per second spent behind it; None if a request never got that far."""
     decoding = [step for step in steps if not step.prefill]
-    return ratio(sum(len(step.tokens) for step in decoding), sum(sum(step.seconds.values()) for step in decoding))
+    return ratio(sum(len(step.tokens) for step in decoding), sum(timing(decoding).values()))
 
 
 def cost_ratio(steps: Iterable[Step]) -> float | None:
     """c: seconds of drafting per drafted token over seconds of a plain target pass; None if no plain pass was made."""
     decoding = [step for step in steps if not step.prefill]
-    plain = [step.seconds["verify"] for step in decoding if not step.drafted]
-    per_token = ratio(sum(step.seconds["draft"] for step in decoding), sum(step.drafted for step in decoding))
-    per_pass = ratio(sum(plain), len(plain))
+    plain = [step for step in decoding if not step.drafted]
+    per_token = ratio(timing(decoding)["draft"], sum(step.drafted for step in decoding))
+    per_pass = ratio(timing(plain)["verify"], len(plain))
     return None if per_token is None or per_pass is None else ratio(per_token, per_pass)
 
 
@@ -161,6 +162,12 @@ def expected_by_rule(steps: Iterable[Step]) -> dict[str, float] | None:
         expected_accepted(s.log_p, s.log_q) for s in steps if s.drafted and s.log_p is not None and s.log_q is not None
     ]
     return {rule: sum(each[rule] for each in scored) / len(scored) for rule in scored[0]} if scored else None
+
+
+def _decoded(steps: Iterable[Step]) -> tuple[int, float]:
+    """(tokens, seconds) of one request behind its prompt pass."""
+    decoding = [step for step in steps if not step.prefill]
+    return sum(len(step.tokens) for step in decoding), sum(sum(step.seconds.values()) for step in decoding)
 
 
 def _overlap(steps: Iterable[Step]) -> tuple[float, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from specpipe.chance import Chance
 from specpipe.draft import ContractError, Draft
 from specpipe.proposers.ngram import NgramProposer
 from specpipe.proposers.none import NoProposer
+from specpipe.stats import completion, summarise
 from tests.stand_ins import constant, context, greedy, pipeline_of, right_but_at
 
 
@@ -227,3 +229,34 @@ def test_load_gives_a_pipeline_that_generates_and_streams() -> None:
     assert "".join(piece.text for piece in pipeline.stream("hello")) == texts[0]
     assert len(pipeline.generate("hello")) == 1
     assert len(pipeline.generate([[72, 73]])[0].token_ids) == 12
+
+
+def test_requests_that_share_passes_take_their_time_together_once() -> None:
+    """theory.md: a request's timing sums to its wall time, the summary's to that of the batch."""
+    pipeline = pipeline_of(context(11), 11, right_but_at(context(11), 1, 11), gamma=3, max_new_tokens=12)
+    sequences = pipeline.sequences([[1, 2, 3], [4], [5, 6]])
+    start = time.perf_counter()
+    steps = list(pipeline.decode_together(sequences, 3))
+    wall = time.perf_counter() - start
+    assert all(len(sequence.new_tokens) == 12 for sequence in sequences)
+    assert {step.rows for step in steps} <= {1, 2, 3}
+    assert sum(summarise([sequence.steps for sequence in sequences], 3)["timing"].values()) <= wall
+    each = [sum(completion("", sequence, "", 3).timing.values()) for sequence in sequences]
+    assert max(each) <= wall < sum(each) + wall / 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_rows_that_finish_leave_their_batch_and_the_others_keep_what_was_read(batch_size: int) -> None:
+    """C28, C33: each text is the one it is alone; nothing but new tokens is read after a row has left."""
+    rule = table(11, seed=4, zeros=0)
+    pipeline = pipeline_of(rule, 11, right_but_at(rule, 2, 11), gamma=3, max_new_tokens=20, stop_token_ids=[0, 5])
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 7], [8]]
+    alone = [done.token_ids for done in pipeline.generate(prompts)]
+    assert len({len(ids) for ids in alone}) > 1
+    model = pipeline.verifier.target.model
+    model.calls.clear()
+    sequences = pipeline.sequences(prompts)
+    for _ in pipeline.decode_together(sequences, batch_size):
+        pass
+    assert [sequence.new_tokens for sequence in sequences] == alone
+    assert max(len(row) for call in model.calls for row in call.ids) <= 3 + 3  # a prompt and its first drafts

@@ -102,6 +102,8 @@ def test_trace_has_one_line_per_step_and_is_not_there_unless_asked_for(tmp_path:
         "kinds": ["accepted", "correction"],
         "overlaps": [0.5, None],
         "has_q": False,
+        "log_p": None,
+        "log_q": None,
         "seconds": {"draft": 0.25},
     }
     run_folder(tmp_path / "without").step(0, 0, step)

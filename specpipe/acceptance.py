@@ -25,6 +25,16 @@ def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits
     return [*x[:n], y], betas
 
 
+def decides_on_device(sampler: Sampler) -> bool:
+    """Whether the sampler's rule for devices belongs to its `accept`: a subclass may have replaced only the latter."""
+    order = type(sampler).__mro__
+    where = {
+        name: next((i for i, kind in enumerate(order) if name in vars(kind)), len(order))
+        for name in ("accept", "accept_on_device")
+    }
+    return where["accept_on_device"] <= where["accept"] < len(order)
+
+
 def judge_on_device(sampler: Any, sequences: list[Sequence], draft: Draft, logits: list[Tensor]) -> list[Verdict]:
     """Every row's verdict, the host reading a single [B, 2 + 2K] tensor: count, next token, drafts, betas."""
     table = logits[0].new_zeros(len(sequences), 2 + 2 * max([*draft.lengths, 0]), dtype=torch.float64)

@@ -43,6 +43,8 @@ usage: specpipe <command> [key=value ...] [hydra flags]
   specpipe <command> --cfg job  the config that would run
 """
 
+SEVERITY = [0, 3, 2, 1]  # of a sweep's exit codes: one job that found a bias outweighs those without an answer
+
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's switch: raise mistakes instead of printing them in its own way
 
 # Hydra's parser wants all overrides in one row; its flags are brought before them, wherever they were typed.
@@ -102,7 +104,7 @@ def _run(command: str, program: str, overrides: list[str], shown_as: str | None 
             if crashed:
                 raise
             return _complain(explain(error, command, overrides), traced)
-    return max(codes, default=0)
+    return max(codes, key=SEVERITY.index, default=0) if set(codes) <= set(SEVERITY) else max(codes)
 
 
 def _flags_first(words: list[str]) -> list[str]:

@@ -21,6 +21,7 @@ from hydra import initialize_config_dir
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
@@ -64,6 +65,7 @@ class DecodeSchema:
     wandb: Any = MISSING
     prompt: str | None = None
     num_speculative_tokens: int = _from(0, 5)
+    batch_size: int = _from(1, 1)
     seed: int = _from(0, 0)
     trace: bool = False
 
@@ -153,6 +155,25 @@ def build(node: Any, key: str, **parts: Any) -> Any:
         return call(**values, **parts)
     except UserError as error:
         raise error.under(key) from error
+
+
+def option(group: str, name: str) -> DictConfig:
+    """The option file of a group, by name, from the user's own folder (--config-dir) or ours.
+
+    Raises:
+        UserError: if there is none, with those there are.
+    """
+    folders = [Path(CONF)]
+    if HydraConfig.initialized():
+        sources = HydraConfig.get().runtime.config_sources
+        folders = [Path(source.path) for source in sources if source.schema == "file"]
+    for folder in folders:
+        if (file := folder / group / f"{name}.yaml").is_file():
+            loaded = OmegaConf.load(file)
+            assert isinstance(loaded, DictConfig)
+            return loaded
+    options = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+    raise UserError(f"no option {name!r}; there are {', '.join(options)}.{nearest(name, options)}", key=group)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -67,22 +67,24 @@ def probabilities(logits: Tensor, settings: GenerationSettings, prefix: Prefix =
     return _typical(p, settings.typical_p) if settings.typical_p < 1 else p
 
 
-def in_vocabulary(q: Tensor, size: int, ids: Tensor | None = None) -> Tensor:
-    """A law over a draft's own ids as one over the target's: what the target lacks is dropped, the rest renormalised.
+def in_vocabulary(logits: Tensor, size: int, ids: Tensor | None = None) -> Tensor:
+    """Logits over a draft's own ids as logits over the target's, before any setting is applied to them.
 
     Args:
-        q: [..., D] law over the draft's ids.
+        logits: [..., D] over the draft's ids.
         size: V, ids of the target.
         ids: [D] int64, the target's id of each; ids from `size` up (padding) and below 0 (no counterpart) are dropped.
             None: the draft's ids are the target's, as far as both go.
 
     Returns:
-        [..., V]; zero where the draft has no such token. Drafts are drawn from it, so that it is the q they came from.
+        [..., V]; -inf where the draft has no such token, so that the q made from them is the law drafts are drawn from.
     """
-    ids = torch.arange(q.shape[-1], device=q.device) if ids is None else ids
+    if ids is None and logits.shape[-1] >= size:
+        return logits[..., :size]
+    ids = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
     known = (ids >= 0) & (ids < size)
-    law = q.new_zeros(*q.shape[:-1], size).index_add_(-1, ids[known], q[..., known])
-    return law / law.sum(-1, keepdim=True)
+    placed = logits.new_full((*logits.shape[:-1], size), -torch.inf)
+    return placed.index_copy_(-1, ids[known], logits[..., known])
 
 
 def draw(law: Tensor, v: float) -> int:

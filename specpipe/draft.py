@@ -21,11 +21,13 @@ class Draft:
         probs: [B, K, V] the law each token was drawn from, after the request's settings, or None if the proposal was
             deterministic (q is one-hot at the token). That each token was drawn from exactly its row is a contract:
             the output law is only right if it holds.
+        sources: for proposers made of several, who drafted each row; counted separately.
     """
 
     tokens: Tensor
     lengths: list[int]
     probs: Tensor | None = None
+    sources: Sequence[str | None] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from typing import Any
 
 from torch import Tensor
 
-from specpipe.acceptance import Verdict, draft_logprobs, emitted_logprobs, judge_on_device, judge_row
+from specpipe.acceptance import Verdict, decides_on_device, draft_logprobs, emitted_logprobs, judge_on_device, judge_row
 from specpipe.chance import Chance
 from specpipe.clock import StepClock
 from specpipe.draft import ContractError, Draft
@@ -58,6 +58,7 @@ class Pipeline:
         self.seed = integer("seed", seed, 0)
         self.score_drafts = score_drafts
         _refuse_foreign_ids(settings, verifier.target)
+        bind(proposer, verifier.target)
         self.text = TextCodec(verifier.target.tokenizer, chat)
 
     def step(self, sequences: list[Sequence]) -> list[Step]:
@@ -78,8 +79,9 @@ class Pipeline:
         self.verifier.roll_back(sequences)
         self._report(sequences, steps, draft, logits)
         seconds = clock.stop()
-        for step in steps:
+        for b, step in enumerate(steps):
             step.has_q, step.seconds, step.rows = draft.probs is not None, seconds, len(sequences)
+            step.source = draft.sources[b] if draft.sources else None
         return steps
 
     def decode(self, sequence: Sequence) -> Iterator[Step]:
@@ -87,17 +89,28 @@ class Pipeline:
         while sequence.finish_reason is None:
             yield self.step([sequence])[0]
 
-    def decode_together(self, sequences: Items[Sequence], batch_size: int) -> Iterator[Step]:
-        """Steps of all requests, `batch_size` of them in one pass; those that are finished leave their batch."""
-        for start in range(0, len(sequences), batch_size):
-            unfinished = list(sequences[start : start + batch_size])
-            while unfinished := [sequence for sequence in unfinished if sequence.finish_reason is None]:
-                yield from self.step(unfinished)
+    def decode_together(self, sequences: Items[Sequence], batch_size: int) -> Iterator[tuple[Sequence, Step]]:
+        """Steps of all requests, at most `batch_size` of them in a pass; the place of a finished one is taken at once.
 
-    def sequences(self, prompts: Items[str | Items[int]]) -> list[Sequence]:
-        """Requests for texts or token ids, checked against the target's limits before anything is decoded."""
+        Newcomers have their prompts read in a pass of their own, beside which the others' one-token passes would wait.
+        """
+        waiting = deque(sequence for sequence in sequences if sequence.finish_reason is None)
+        running: list[Sequence] = []
+        while waiting or running:
+            new = [waiting.popleft() for _ in range(min(len(waiting), batch_size - len(running)))]
+            together = new or running
+            yield from zip(together, self.step(together), strict=True)
+            running = [sequence for sequence in (*running, *new) if sequence.finish_reason is None]
+
+    def sequences(
+        self, prompts: Items[str | Items[int]], seen: Counter[tuple[int, ...]] | None = None
+    ) -> list[Sequence]:
+        """Requests for texts or token ids, checked against the target's limits before anything is decoded.
+
+        `seen` counts equal prompts, which have streams of their own; pass one where requests are made in several calls.
+        """
         target = self.verifier.target
-        seen: Counter[tuple[int, ...]] = Counter()
+        seen = Counter() if seen is None else seen
         made = []
         for number, prompt in enumerate(prompts):
             try:
@@ -170,7 +183,7 @@ class Pipeline:
 
     def _accept(self, sequences: list[Sequence], draft: Draft, logits: list[Tensor]) -> list[Verdict]:
         try:
-            if self.verifier.device.type != "cpu" and hasattr(self.sampler, "accept_on_device"):
+            if self.verifier.device.type != "cpu" and decides_on_device(self.sampler):
                 return judge_on_device(self.sampler, sequences, draft, logits)
             return [judge_row(self.sampler, s, draft, b, logits[b]) for b, s in enumerate(sequences)]
         except ContractError as error:
@@ -179,6 +192,15 @@ class Pipeline:
     @property
     def _proposer_name(self) -> str:
         return type(inspect.unwrap(self.proposer)).__name__  # type: ignore[arg-type]
+
+
+def bind(proposer: Any, target: Any) -> None:
+    """Hand the target to a proposer that wants it."""
+    if hasattr(proposer, "bind"):
+        try:
+            proposer.bind(target)
+        except UserError as error:
+            raise error.under("proposer") from error
 
 
 def _refuse_foreign_ids(settings: GenerationSettings, target: Any) -> None:

@@ -82,6 +82,7 @@ class RunFolder:
                 "kinds": step.kinds,
                 "overlaps": step.overlaps,
                 "has_q": step.has_q,
+                "source": step.source,
                 "log_p": step.log_p,
                 "log_q": step.log_q,
                 "seconds": step.seconds,

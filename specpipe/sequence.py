@@ -32,7 +32,7 @@ class Step:
     `overlaps` holds sum_x min(p, q) of each verified position; `has_q`: the draft came with the laws it was drawn from;
     `logprobs` has an entry per emitted token where they were asked for, `log_p` and `log_q` one per draft (natural
     logarithms of its probability under target and proposer); `seconds` is the time by part of the pass, which `rows`
-    requests shared.
+    requests shared; `source` names the member that drafted, where a proposer has several.
     """
 
     drafted: int
@@ -46,6 +46,7 @@ class Step:
     log_q: list[float] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     rows: int = 1
+    source: str | None = None
 
     @property
     def extra(self) -> int:

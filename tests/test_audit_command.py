@@ -91,6 +91,7 @@ def test_a_right_pipeline_is_lossless(audit: Audit, tmp_path: Path, capfd: pytes
     assert [line.split()[0] for line in said.out.splitlines()] == ["exact", "greedy", "sampled", "proposal", "verdict"]
     assert said.out.splitlines()[-1].split() == ["verdict", "lossless"]
     assert "result.json" in said.err
+    assert "report.html" in said.err
     assert "lossless" in (tmp_path / "run" / "report.html").read_text("utf-8")
 
 
@@ -98,7 +99,7 @@ def test_too_few_tokens_are_not_enough_data(audit: Audit, tmp_path: Path) -> Non
     assert audit("proposer=none") == 3
     result = result_of(tmp_path)
     assert result["verdict"] == "not enough data"
-    assert "tokens" in result["reasons"][0]
+    assert "it takes about" in result["reasons"][0]
 
 
 def test_a_users_own_sampler_that_is_lossy_is_biased(
@@ -204,6 +205,43 @@ def test_what_describes_our_pipeline_is_refused_beside_a_file(
     file.write_text('{"prompt_ids": [1], "output_ids": [1]}')
     assert audit(f"file={file}", override, short=False) == 2
     assert override.partition("=")[0].partition(".")[0] in capfd.readouterr().err
+
+
+def test_a_line_may_hold_any_text_beside_its_ids(audit: Audit, tmp_path: Path) -> None:
+    """Other engines write their text too; line separators of Unicode do not end a line of JSON."""
+    file = tmp_path / "outputs.jsonl"
+    row = {"prompt_ids": [1], "output_ids": [2], "text": "a\u2028b\u0085c"}
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert audit(f"file={file}", short=False) == 3
+
+
+class Raises(Rejection):
+    """Fails where it is asked."""
+
+    def accept(self, x: list[int], p: Rows, q: torch.Tensor | None, chance: Chance) -> tuple[int, int]:
+        raise ValueError("my bug")
+
+
+def test_a_sampler_that_raises_is_told_once(audit: Audit, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert audit(f"sampler._target_={HERE}.Raises") == 1
+    result = result_of(tmp_path)
+    assert list(found(result)) == ["exact law"]
+    assert "my bug" in result["reasons"][0]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_crash_is_not_a_verdict(
+    audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1 means biased, and a program that dies of a bug would give it."""
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(command.PipelineAudit, "_sample", broken)
+    assert audit() == 70
+    assert "a bug" in capfd.readouterr().err
+    assert result_of(tmp_path)["verdict"] is None
 
 
 @pytest.mark.parametrize("override", ["tokens=0", "batch_size=0", "greedy_tokens=-1", "tokens=many", "trace=true"])

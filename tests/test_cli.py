@@ -102,14 +102,14 @@ REFUSED = {
     "prompts.limit=0": ["prompts.limit: 0 is not a whole number from 1 up."],
     "prompts.chat=maybe prompt=hi": ["prompts.chat: 'maybe' is not true or false."],
     "prompt=": ["prompt: "],
-    "~proposer": ["proposer: is needed; there are ngram, none."],
+    "~proposer": ["proposer: is needed; there are cascade, draft, layer_skip, ngram, none, suffix."],
     "~seed": ["seed: was removed, and is needed."],
     "+foo=3": ["foo: no such key."],
     "+proposer.foo=3": ["proposer.foo: no such key; proposer has max_ngram, min_ngram."],
     "+seed=3": ["seed: is there already; leave out the +."],
     "seed=1 seed=2": ["seed: given twice: seed=1 and seed=2."],
     "proposer=none proposer=ngram": ["proposer: given twice"],
-    "proposer=null": ["proposer: None is not one of ngram, none."],
+    "proposer=null": ["proposer: None is not one of cascade, draft, layer_skip, ngram, none, suffix."],
     "proposer=none,ngram": ["proposer: 'none,ngram'", "-m"],
     "proposer._target_=nowhere.Mine": ["proposer._target_: 'nowhere.Mine' cannot be imported"],
     "proposer._target_=os.sep": ["proposer._target_: 'os.sep' is a str, which cannot be called."],
@@ -247,6 +247,13 @@ def test_the_command_sees_the_words_as_typed(specpipe, monkeypatch) -> None:
     assert sys.argv == words
 
 
+def test_a_sweep_reports_its_worst_job(specpipe, monkeypatch):
+    """A bias in one job (1) outweighs wrong input (2) and too little data (3) in others."""
+    codes = iter([3, 1, 0])
+    monkeypatch.setattr(decode, "run", lambda config: next(codes))
+    assert specpipe("decode", "-m", *TINY, "seed=1,2,3", "hydra.sweep.dir=sweep").code == 1
+
+
 def test_usage_version_and_unknown_command(specpipe) -> None:
     assert specpipe().code == 2
     assert "decode" in specpipe("--help").out
@@ -260,7 +267,8 @@ def test_help_shows_groups_options_and_keys(specpipe) -> None:
         ran = specpipe("decode", *words)
         assert ran.code == 0
         assert ran.out.startswith("specpipe decode: ")
-        for part in ("proposer: ngram, none", "target: hf, smollm2, tiny", "num_speculative_tokens: 5", "--config-dir"):
+        proposers = "proposer: cascade, draft, layer_skip, ngram, none, suffix"
+        for part in (proposers, "target: hf, smollm2, tiny", "num_speculative_tokens: 5", "--config-dir"):
             assert part in ran.out
 
 
@@ -280,7 +288,7 @@ def test_hydras_flags_work(specpipe) -> None:
         ("specpipe ", {"decode", "audit"}),
         ("specpipe a", {"audit"}),
         ("specpipe de", {"decode"}),
-        ("specpipe decode proposer=", {"proposer=ngram", "proposer=none"}),
+        ("specpipe decode proposer=n", {"proposer=ngram", "proposer=none"}),
         ("specpipe decode proposer.m", {"proposer.max_ngram=", "proposer.min_ngram="}),
         ("specpipe nothing pro", set()),
     ],

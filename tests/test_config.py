@@ -57,7 +57,7 @@ def test_every_choice_has_a_comment(file: Path) -> None:
 
 @pytest.mark.parametrize("file", OPTIONS, ids=named)
 def test_option_composes_with_every_command(file: Path) -> None:
-    needed = {"hf": ["target.model=x"], "jsonl": ["prompts.path=x"]}.get(file.stem, [])
+    needed = {"hf": ["target.model=x"], "jsonl": ["prompts.path=x"], "draft": ["proposer.model=x"]}.get(file.stem, [])
     for command in SCHEMAS:
         assert "_target_" in compose(command, [f"{file.parent.name}={file.stem}", *needed])[file.parent.name]
 

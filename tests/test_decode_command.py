@@ -307,3 +307,36 @@ def test_a_rule_that_could_not_run_as_asked_says_so(
         result = result_of(tmp_path / "run")
         assert result["sampler"] == sampler
         assert list(result["summary"]["steps_by_rule"]) == ["rejection"]
+
+
+@pytest.mark.parametrize("generation", ["greedy", "sample"])
+def test_a_batch_writes_and_shows_what_single_requests_do(
+    decode: Decode, tmp_path: Path, twelve: list[str], generation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C33, C37: in float32 ids, texts and their order are those of batch_size=1."""
+    results, shown = [], []
+    for size in (1, 5):
+        words = [f"generation={generation}", "proposer=layer_skip", "proposer.layers=1", "generation.max_new_tokens=12"]
+        assert decode(*twelve, *words, f"batch_size={size}", "trace=true") == 0
+        results.append(result_of(tmp_path / "run"))
+        shown.append(capsys.readouterr().out)
+    alone, together = results
+    assert shown[0] == shown[1]
+    assert (alone["batch_size"], together["batch_size"]) == (1, 5)
+    for key in ("prompt", "text", "token_ids", "finish_reason", "spec_decode"):
+        assert [each[key] for each in alone["requests"]] == [each[key] for each in together["requests"]]
+    counts = together["summary"]["spec_decode"]
+    assert counts == alone["summary"]["spec_decode"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()]
+    assert sum(len(line["token_ids"]) for line in lines) == 12 * 12
+    assert {line["request"] for line in lines[:5]} == set(range(5))
+
+
+def test_an_interrupted_batch_keeps_what_was_decoded(
+    decode: Decode, tmp_path: Path, twelve: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request of the batch as far as it got; those that had not begun are not there."""
+    monkeypatch.setattr(InTheMiddle, "happening", staticmethod(lambda: signal.raise_signal(signal.SIGINT)))
+    assert decode(*twelve, *IN_THE_MIDDLE, "batch_size=3") == 130
+    requests = result_of(tmp_path / "run")["requests"]
+    assert [(each["finish_reason"], len(each["token_ids"])) for each in requests] == [("interrupted", 2)] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -89,6 +90,30 @@ def test_a_q_that_was_not_drawn_from_is_caught() -> None:
     assert law_error(Rejection(), Padded(), 2, SETTINGS["temperature 1"]) > 1e-3
 
 
+@pytest.mark.parametrize("gamma", [4, 5, 8])
+@pytest.mark.parametrize("sampler", [Rejection, Block, ExactMatch])
+def test_long_drafts_are_explored_step_by_step(sampler: type, gamma: int) -> None:
+    """All that one step may emit, continued by the target; also under settings that look back."""
+    for name in ("temperature 1", "frequency_penalty"):
+        for proposer in exact.long_proposals(gamma).values():
+            assert exact.step_error(sampler(), proposer, gamma, SETTINGS[name]) <= 1e-12
+
+
+class Late(Rejection):
+    """Keeps every draft behind the third unseen."""
+
+    def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
+        n, y = super().accept(x[:3], p, None if q is None else q[:3], chance)
+        return (n, y) if n < min(3, len(x)) or len(x) <= 3 else (len(x), chance.draw(p[len(x)]))
+
+
+@pytest.mark.parametrize("gamma", [5, 8])
+def test_what_is_wrong_in_long_drafts_alone_is_caught(gamma: int) -> None:
+    for proposer in exact.long_proposals(gamma).values():
+        assert exact.step_error(Late(), proposer, gamma, SETTINGS["temperature 1"]) > 1e-3
+        assert exact.step_error(TOKEN_RULES["bonus from the previous row"], proposer, gamma, {"temperature": 1}) > 1e-5
+
+
 # ---- the finding ----
 
 
@@ -101,13 +126,19 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_cases")
 def test_a_finding_counts_the_cases_and_names_the_worst() -> None:
     done: list[int] = []
-    right = exact_law(Rejection(), {"as configured": {"temperature": 0.5, "top_k": 2}}, done.append)
-    assert (right.result, len(right.numbers["cases"]), sum(done)) == (PASSED, 12, 12)
+    right = exact_law(Rejection(), {"as configured": {"temperature": 0.5, "top_k": 2}}, 5, done.append)
+    assert (right.result, len(right.numbers["cases"]), sum(done)) == (PASSED, 12 + 6, 12 + 6)
     assert right.numbers["largest_error"] <= 1e-12
     wrong = exact_law(TOKEN_RULES["correction from p"])
     assert wrong.result == FAILED
     assert "soft q" in wrong.reason or "one-hot q" in wrong.reason
     assert "gamma" in wrong.reason
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_the_runs_own_draft_length_is_part_of_it() -> None:
+    assert exact_law(Late(), gamma=3).result == PASSED
+    assert exact_law(Late(), gamma=5).result == FAILED
 
 
 @pytest.mark.usefixtures("few_cases")
@@ -122,21 +153,22 @@ def test_a_sampler_that_fails_is_a_finding_too() -> None:
 
 
 @pytest.mark.usefixtures("few_cases")
-@pytest.mark.parametrize("source", ["torch", "uniforms"])
+@pytest.mark.parametrize("source", ["torch", "numpy", "uniforms"])
 def test_randomness_that_cannot_be_explored_is_refused(source: str) -> None:
     class Own(Rejection):
         def accept(self, x: list[int], p: Rows, q: Tensor | None, chance: Chance) -> tuple[int, int]:
-            v = torch.rand(()).item() if source == "torch" else chance.uniforms(len(x))[1]
+            own = {"torch": lambda: torch.rand(()).item(), "numpy": np.random.default_rng().random}
+            v = own[source]() if source in own else chance.uniforms(len(x))[1]
             return 0, int(v * 3)
 
     with pytest.raises(UserError, match=r"sampler: Own .*chance\.passes and chance\.draw"):
         exact_law(Own())
 
 
-def test_a_law_over_a_drafts_ids_becomes_one_over_the_targets() -> None:
-    """C18, C19: scattered to target ids, padding and unknown tokens dropped, the rest renormalised."""
-    q = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.5, 0.5]])
-    scattered = in_vocabulary(q, 5, torch.tensor([4, 0, 7, -1]))
-    assert torch.allclose(scattered[0], torch.tensor([2 / 3, 0, 0, 0, 1 / 3]))
-    assert torch.allclose(in_vocabulary(q, 3)[0], torch.tensor([1 / 6, 1 / 3, 1 / 2]))
-    assert in_vocabulary(q, 6).shape == (2, 6)
+def test_logits_over_a_drafts_ids_become_those_over_the_targets() -> None:
+    """C18, C19: placed at target ids, padding and unknown tokens dropped; the law is renormalised over the rest."""
+    q = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.5, 0.5]]).log()
+    placed = in_vocabulary(q, 5, torch.tensor([4, 0, 7, -1])).softmax(-1)
+    assert torch.allclose(placed[0], torch.tensor([2 / 3, 0, 0, 0, 1 / 3]))
+    assert torch.allclose(in_vocabulary(q, 3).softmax(-1)[0], torch.tensor([1 / 6, 1 / 3, 1 / 2]))
+    assert in_vocabulary(q, 6)[0].tolist() == pytest.approx([*q[0].tolist(), -torch.inf, -torch.inf])

@@ -66,9 +66,17 @@ def test_a_wrong_token_is_listed_with_its_gap_and_those_behind_it_are_judged_on_
 def test_a_difference_is_a_near_tie_only_within_rounding(gap: float, result: str) -> None:
     """Another engine chose the second best; the width of its passes is not known."""
     row = torch.tensor([1.0, 5.0, 5.0 - gap, 0.0], dtype=torch.float64)
-    found = finding([Answer([0], [2] * 60), Answer([1], [1] * 60)], None, TableVerifier(lambda ids: row, 4))
+    found = finding([Answer([0], [2] * 40), Answer([1], [1] * 80)], None, TableVerifier(lambda ids: row, 4))
     assert found.result == result
-    assert len(found.numbers["differences"]) == 60
+    assert len(found.numbers["differences"]) == 40
+
+
+def test_near_ties_that_nearly_all_go_to_the_second_best_are_not_rounding() -> None:
+    """Rounding favours neither: an engine that always takes the second of two close tokens is no greedy one."""
+    row = torch.tensor([1.0, 5.0, 5.0 - 1e-14, 0.0], dtype=torch.float64)
+    found = finding([Answer([0], [2] * 110), Answer([1], [1] * 10)], None, TableVerifier(lambda ids: row, 4))
+    assert (found.result, found.numbers["near_ties"]) == (FAILED, 120)
+    assert "110 of 120 near-ties" in found.reason
 
 
 def test_a_gap_that_no_logit_moved_by_is_no_near_tie() -> None:

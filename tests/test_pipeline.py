@@ -236,7 +236,7 @@ def test_requests_that_share_passes_take_their_time_together_once() -> None:
     pipeline = pipeline_of(context(11), 11, right_but_at(context(11), 1, 11), gamma=3, max_new_tokens=12)
     sequences = pipeline.sequences([[1, 2, 3], [4], [5, 6]])
     start = time.perf_counter()
-    steps = list(pipeline.decode_together(sequences, 3))
+    steps = [step for _, step in pipeline.decode_together(sequences, 3)]
     wall = time.perf_counter() - start
     assert all(len(sequence.new_tokens) == 12 for sequence in sequences)
     assert {step.rows for step in steps} <= {1, 2, 3}

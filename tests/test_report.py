@@ -237,12 +237,6 @@ def test_p_values_below_the_level_stand_out() -> None:
     assert re.findall(r'class="(\w+)">([\d.e-]+)</td>', html) == [("bad", "0.0009"), ("good", "0.002")]
 
 
-@pytest.mark.parametrize(("p", "word"), [(1e-9, "shared"), (0.4, "independent")])
-def test_shared_random_numbers_stand_out(p: float, word: str) -> None:
-    record = finding("sampled law", level=1e-3, shared_streams={"z": 6.0, "p": p})
-    assert f" {word} z = 6" in Reader(audit_page(audit(record))).text
-
-
 def test_impossible_tokens_are_listed() -> None:
     record = finding("sampled law", FAILED, impossible=[{"request": 3, "position": 8, "token": 49151}])
     assert re.search(r"3 / 8.*49151", Reader(audit_page(audit(record))).text)

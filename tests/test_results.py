@@ -102,6 +102,7 @@ def test_trace_has_one_line_per_step_and_is_not_there_unless_asked_for(tmp_path:
         "kinds": ["accepted", "correction"],
         "overlaps": [0.5, None],
         "has_q": False,
+        "source": None,
         "log_p": None,
         "log_q": None,
         "seconds": {"draft": 0.25},

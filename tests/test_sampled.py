@@ -96,7 +96,7 @@ def test_a_verdict_needs_enough_tokens_and_says_how_many() -> None:
     assert finding.result == TOO_LITTLE
     assert finding.numbers["smallest_detectable_tv"] > 0.03
     assert finding.numbers["tokens_needed"] > 300
-    assert len(finding.numbers["p_values"]) == 7  # p / q and p are one ordering
+    assert len(finding.numbers["p_values"]) == 8  # p / q and p are one ordering
     enough = [
         Answer(answer.prompt, answer.output) for answer in answers * (finding.numbers["tokens_needed"] // 300 + 1)
     ]
@@ -114,6 +114,14 @@ def test_the_same_stream_in_every_request_is_seen() -> None:
     finding = judged(pipeline, answers, NoProposer(), 1)
     assert finding.result == FAILED
     assert "share" in finding.reason
+
+
+def test_a_file_of_lines_written_twice_is_named_as_such() -> None:
+    """Not independent, and the likelier reason is said."""
+    pipeline, answers = sample(Rejection(), NoProposer(), 600, seed=1, per_request=60)
+    finding = judged(pipeline, [*answers, *answers], NoProposer(), 1)
+    assert finding.result == FAILED
+    assert "10 of them repeat another" in finding.reason
 
 
 def test_a_token_outside_the_truncated_law_fails_at_once() -> None:

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binom
 
 from specpipe.audit import uniformity
 from specpipe.audit.uniformity import ID, PROBABILITY, RATIO, Uniforms, anderson_darling_tail, battery
@@ -93,6 +94,15 @@ def test_the_smallest_detectable_bias_is_the_one_theory_states() -> None:
         assert needed == pytest.approx(n, abs=1)
 
 
+def test_laws_that_are_sure_of_themselves_do_not_make_a_few_tokens_a_proof() -> None:
+    """Where q never exceeds p the variance is 0; a bias is still a number of tokens that must occur."""
+    uniforms = Uniforms(0)
+    uniforms.mass = [0.0] * 50
+    assert uniformity.smallest_detectable(uniforms, 10) > 0.1
+    assert uniformity.tokens_needed(uniforms, 10, 0.03) > 200
+    assert uniformity.smallest_detectable(Uniforms(0), 10) == 1
+
+
 def simulated(n: int, seed: int, per_request: int = 100) -> Uniforms:
     """What independent uniform numbers of the right law give, under all orderings."""
     generator = np.random.default_rng(seed)
@@ -107,8 +117,8 @@ def simulated(n: int, seed: int, per_request: int = 100) -> Uniforms:
 
 
 def test_false_alarms_stay_at_the_stated_level() -> None:
-    """1,000 right samples of 1,000 tokens: ten p-values, corrected, alarm with .05 at level .05, .001 at .001."""
-    smallest = np.array([10 * min(each.p for each in battery(simulated(1000, seed))) for seed in range(1000)])
+    """1,000 right samples of 1,000 tokens: eleven p-values, corrected, alarm with .05 at level .05, .001 at .001."""
+    smallest = np.array([11 * min(each.p for each in battery(simulated(1000, seed))) for seed in range(1000)])
     assert (smallest < 0.05).mean() < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
     assert (smallest < 0.001).sum() <= 5
     assert (smallest < 0.5).mean() > 0.25  # and they are not asleep
@@ -120,5 +130,45 @@ def test_requests_that_share_their_random_numbers_are_seen() -> None:
     assert uniformity.shared_streams(uniforms)[1] > 0.01
     uniforms.u[ID] = uniforms.u[ID][:100] * 10
     assert uniformity.shared_streams(uniforms)[1] < 1e-9
-    alone = simulated(100, 2)
-    assert uniformity.shared_streams(alone) == (0.0, 0.5)
+    assert uniformity.shared_streams(simulated(100, 2)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(300, 1), (200, 5), (25, 64), (2, 200)])
+def test_requests_of_their_own_do_not_look_shared(requests: int, tokens: int) -> None:
+    """400 right samples of each shape, single tokens and pairs of requests among them: at most level .01 at .01."""
+    alarms = sum(uniformity.shared_streams(simulated(requests * tokens, seed, tokens))[1] < 0.01 for seed in range(400))
+    assert alarms <= 0.01 * 400 + 3 * math.sqrt(0.01 * 400)
+
+
+@pytest.mark.parametrize(("n", "mass"), [(3000, 1e-5), (1000, 1e-3), (400, 0.02), (500, 0.999)])
+def test_one_unlikely_token_is_no_alarm(n: int, mass: float) -> None:
+    """Very sure laws: a lawful token in their tail has a huge z and is nothing special."""
+    generator = np.random.default_rng(3)
+    alarms = 0
+    for _ in range(200):
+        uniforms = Uniforms(0)
+        uniforms.mass = [mass] * n
+        uniforms.inside = (generator.random(n) < mass).tolist()
+        alarms += uniformity.overlap(uniforms)[1] < 0.01
+    assert alarms <= 2 + 3 * math.sqrt(2)
+
+
+def test_the_tail_of_unequal_coins_is_exact() -> None:
+    """Against all outcomes of a few, and against the normal tail where there are many."""
+    masses = np.array([0.1, 0.5, 0.9, 0.0, 1.0])
+    assert uniformity.rare_tail(masses, 1) == pytest.approx(0.9 * 0.5 * 0.1)  # only the sure one
+    assert uniformity.rare_tail(masses, 4) == pytest.approx(0.1 * 0.5 * 0.9)
+    assert uniformity.rare_tail(masses, 5) == 0
+    uniforms = Uniforms(0)
+    uniforms.mass, uniforms.inside = [0.2] * 600, [True] * 160 + [False] * 440
+    z, p = uniformity.overlap(uniforms)
+    assert z == pytest.approx(40 / math.sqrt(96))
+    assert p == pytest.approx(2 * binom.sf(159, 600, 0.2), rel=1e-6)
+
+
+def test_few_tokens_are_not_judged_by_their_bins() -> None:
+    """Four tokens in 32 bins, or thirty pairs in 64 cells, say nothing."""
+    for n in (4, 8, 30, 100):
+        uniforms = simulated(n, 1)
+        assert uniformity.chi_square(np.array(uniforms.u[ID])) == (0.0, 1.0)
+        assert uniformity.lag_one(np.array(uniforms.u[ID]), np.array(uniforms.request)) == (0.0, 1.0)

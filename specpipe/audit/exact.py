@@ -84,22 +84,29 @@ RULES: dict[str, Rule] = {"temperature 1, zeros in p": SPARSE}  # elsewhere FULL
 def exact_law(
     sampler: Sampler,
     extra: Mapping[str, dict[str, Any]] | None = None,
+    gamma: int = GAMMAS[-1],
     advance: Callable[[int], None] = lambda cases: None,
 ) -> Finding:
     """Every proposal kind x every setting x gamma 1..3: the largest error of the joint law of the first tokens.
 
+    Longer drafts, up to `gamma`, are explored in single steps: all that a whole step may emit.
+
     Args:
         sampler: the rule under audit.
         extra: more settings by name, such as the run's own.
+        gamma: the run's draft length.
         advance: told how many cases are done since it was told last.
     """
     cases: list[dict[str, Any]] = []
     with _one_thread():
-        for gamma, proposals, name, settings in sweep(extra):
-            cases.append({"gamma": gamma, "proposals": proposals, "settings": name})
+        for k, proposals, name, settings in sweep(extra, gamma):
+            cases.append({"gamma": k, "proposals": proposals, "settings": name})
             try:
                 rule = RULES.get(name, FULL)
-                cases[-1]["error"] = law_error(sampler, PROPOSALS[proposals], gamma, settings, rule)
+                if k > GAMMAS[-1]:
+                    cases[-1]["error"] = step_error(sampler, long_proposals(k)[proposals], k, settings, rule)
+                else:
+                    cases[-1]["error"] = law_error(sampler, PROPOSALS[proposals], k, settings, rule)
             except NotExplorable as error:
                 raise UserError(f"{type(sampler).__name__} {error}", key="sampler") from error
             except Exception as error:  # whatever a user's own rule raises
@@ -120,12 +127,35 @@ def exact_law(
     return Finding("exact law", PASSED if right else FAILED, f"{reason}.", numbers)
 
 
-def sweep(extra: Mapping[str, dict[str, Any]] | None = None) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
+def sweep(
+    extra: Mapping[str, dict[str, Any]] | None = None, gamma: int = GAMMAS[-1]
+) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
     """(gamma, proposals, name of the settings, settings) of every case."""
     for name, settings in {**SETTINGS, **(extra or {})}.items():
         for proposals in PROPOSALS:
-            for gamma in GAMMAS if proposals != "nothing" else GAMMAS[:1]:
+            for k in GAMMAS if proposals != "nothing" else GAMMAS[:1]:
+                yield k, proposals, name, settings
+    if gamma > GAMMAS[-1]:
+        for name, settings in {"temperature 1": SETTINGS["temperature 1"], **(extra or {})}.items():
+            for proposals in long_proposals(gamma):
                 yield gamma, proposals, name, settings
+
+
+def long_proposals(gamma: int) -> dict[str, Proposer]:
+    """Drafts of a length at which not every block of tokens can be explored: at most three places of each are drawn."""
+    drawn, end = table(V, seed=7, zeros=0), len(PROMPT) + gamma
+
+    def law(places: range) -> Rule:
+        def rule(ids: list[int]) -> Tensor:
+            return drawn(ids) if len(ids) in places else _surely(sum(ids) % V)
+
+        return rule
+
+    return {
+        "one-hot q": PROPOSALS["one-hot q"],
+        "soft q at first": TableProposer(law(range(len(PROMPT), len(PROMPT) + 3)), V),
+        "soft q at last": TableProposer(law(range(end - 3, end)), V),
+    }
 
 
 def law_error(
@@ -134,6 +164,32 @@ def law_error(
     """Largest difference between the joint law of the first N tokens and the target's."""
     pipeline = table_pipeline(rule, size, proposer, sampler, gamma=gamma, max_new_tokens=N, **settings)
     return largest_difference(output_law(pipeline, PROMPT, N), target_law(rule, PROMPT, N, pipeline.settings))
+
+
+def step_error(
+    sampler: Sampler, proposer: Proposer, gamma: int, settings: dict[str, Any], rule: Rule = FULL, size: int = V
+) -> float:
+    """Largest error of one step that is continued by the target, over all beginnings of what the step may emit.
+
+    That is enough: a text that leaves every such beginning was continued by the target alone from there.
+    """
+    pipeline = table_pipeline(rule, size, proposer, sampler, gamma=gamma, max_new_tokens=gamma + 1, **settings)
+    law = step_law(pipeline, PROMPT)
+    stops = frozenset(pipeline.settings.stop_token_ids)
+
+    def p(ids: tuple[int, ...], x: int) -> float:
+        before = Prefix(PROMPT, ids, stops)
+        return probabilities(rule([*PROMPT, *ids]), pipeline.settings, before)[x].item()
+
+    errors = [abs(sum(law.values()) - 1)]
+    for text in {block[:n] for block in law for n in range(1, len(block) + 1)}:
+        shares = [1.0]  # of the target behind the first n tokens of the text: p of token n, n + 1, ... together
+        for n in range(len(text), 0, -1):
+            shares.append(shares[-1] * p(text[: n - 1], text[n - 1]))
+        emitted = sum(mass for block, mass in law.items() if block[: len(text)] == text)
+        continued = sum(law.get(text[:n], 0.0) * shares[len(text) - n] for n in range(1, len(text)))
+        errors.append(abs(emitted + continued - shares[-1]))
+    return max(errors)
 
 
 def table_pipeline(
@@ -148,6 +204,9 @@ def table_pipeline(
         num_speculative_tokens=gamma,
         seed=seed,
     )
+
+
+UNEXPLORABLE = "draws random numbers of its own; only chance.passes and chance.draw can be explored."
 
 
 class NotExplorable(Exception):
@@ -193,12 +252,15 @@ def explore(decide: Callable[[Chance], Outcome]) -> Iterator[tuple[Outcome, floa
     """Every outcome of `decide` under every sequence of decisions, with its probability."""
     paths: list[list[int]] = [[]]
     outside = _other_randomness()
+    once, again = Explorer([]), Explorer([])
+    if (decide(once), once.mass) != (decide(again), again.mass):
+        raise NotExplorable(UNEXPLORABLE)
     while paths:
         chance = Explorer(paths.pop())
         yield decide(chance), chance.mass
         paths += chance.others
     if _other_randomness() != outside:
-        raise NotExplorable("draws random numbers of its own; only chance.passes and chance.draw can be explored.")
+        raise NotExplorable(UNEXPLORABLE)
 
 
 def step_law(pipeline: Pipeline, prompt: list[int], emitted: tuple[int, ...] = (), n: int = 99) -> Law:
@@ -263,6 +325,10 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _surely(x: int) -> Tensor:
+    return torch.full((V,), -torch.inf, dtype=torch.float64).index_fill(0, torch.tensor(x), 0.0)
 
 
 def _other_randomness() -> tuple[object, ...]:

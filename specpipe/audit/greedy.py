@@ -12,11 +12,13 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
+from scipy.stats import binom
 from torch import Tensor
 
 from specpipe.audit.finding import FAILED, PASSED, TOO_LITTLE, Finding
 from specpipe.audit.reading import Answer, logits_of
 from specpipe.audit.rounding import rounding_margin
+from specpipe.audit.uniformity import LEVEL
 from specpipe.distribution import Prefix, adjusted
 from specpipe.settings import GenerationSettings
 
@@ -41,6 +43,7 @@ class GreedyIdentity:
         self._requests = self._tokens = self._ties = 0
         self._moved = 0.0
         self._differences: list[dict[str, Any]] = []
+        self._leads: list[tuple[float, float]] = []  # of each place: gap of the two best, margin of rounding
         self._dtype = ""
 
     def add(self, answers: Items[Answer], advance: Callable[[int], None] = lambda tokens: None) -> None:
@@ -57,17 +60,24 @@ class GreedyIdentity:
         for each in self._differences:
             each["near_tie"] = each["gap"] <= self._allowed(each["margin"])
         unexplained = [each for each in self._differences if not each["near_tie"]]
+        ties = sum(gap <= self._allowed(margin) for gap, margin in self._leads)
+        near = len(self._differences) - len(unexplained)
+        # Rounding favours neither of two tied tokens: more than half of all ties are lost by chance alone, or not so.
+        by_chance = float(binom.sf(near - 1, ties, 0.5)) if near else 1.0
         numbers = {
             "requests": self._requests,
             "tokens": self._tokens,
             "identical_requests": self._requests - len({each["request"] for each in self._differences}),
             "differences": self._differences,
             "unexplained": len(unexplained),
+            "near_ties": ties,
+            "p_near_ties": by_chance,
             "largest_gap": max((each["gap"] for each in self._differences), default=0.0),
             "largest_move": self._moved if self._width is not None else None,
             "dtype": self._dtype,
         }
-        result = FAILED if unexplained else PASSED if self._tokens >= ENOUGH else TOO_LITTLE
+        failed = bool(unexplained) or by_chance < LEVEL
+        result = FAILED if failed else PASSED if self._tokens >= ENOUGH else TOO_LITTLE
         return Finding("greedy identity", result, _reason(numbers), numbers)
 
     def _judge(self, answer: Answer, rows: Tensor) -> None:
@@ -75,10 +85,12 @@ class GreedyIdentity:
         before = Prefix(answer.prompt, (), self._stop_ids)
         for t, x in enumerate(answer.output):
             scores = adjusted(rows[t], self._settings, before.then(answer.output[:t])).double()
+            first, second = scores.topk(2).values.tolist()
+            self._leads.append((first - second, rounding_margin(rows[t])))
             if (best := int(scores.argmax())) != x:
                 gap = (scores[best] - scores[x]).item()
                 where = {"request": self._requests, "position": t, "emitted": x, "best": best}
-                self._differences.append({**where, "gap": gap, "margin": rounding_margin(rows[t])})
+                self._differences.append({**where, "gap": gap, "margin": self._leads[-1][1]})
         self._dtype = str(rows.dtype).removeprefix("torch.")
         self._tokens += len(answer.output)
         self._requests += 1
@@ -106,10 +118,13 @@ def _reason(numbers: dict[str, Any]) -> str:
     tokens, differences, gap = numbers["tokens"], len(numbers["differences"]), f"{numbers['largest_gap']:.3g}"
     if numbers["unexplained"]:
         return f"{numbers['unexplained']} of {tokens} tokens are not the target's own choice; largest gap {gap}."
+    if differences and numbers["p_near_ties"] < LEVEL:
+        lost = f"{differences} of {numbers['near_ties']} near-ties did not go to the best token"
+        return f"{lost}: rounding alone would lose half of them (p = {numbers['p_near_ties']:.2g})."
     if differences:
         return (
             f"{tokens - differences} of {tokens} tokens are the target's own choice, {differences} are near-ties in "
             f"{numbers['dtype']} (largest gap of the logits {gap})."
         )
-    few = "" if tokens >= ENOUGH else f"; fewer than {ENOUGH} were decoded"
+    few = "" if tokens >= ENOUGH else f"; it takes {ENOUGH}: more prompts, or longer answers (max_new_tokens)"
     return f"all {tokens} tokens are the target's own choice{few}."

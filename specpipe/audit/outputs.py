@@ -19,9 +19,11 @@ def read_outputs(path: str) -> list[tuple[str, Answer]]:
     Raises:
         UserError: naming the file and the line that cannot be used.
     """
+    if not path:
+        raise UserError("is empty; it needs the path of a file.", key="file")
     file = from_start(path)
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path!r} is not UTF-8 text.", key="file") from error
     except OSError as error:

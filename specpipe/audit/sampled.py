@@ -50,11 +50,16 @@ class SampledLaw:
         self.impossible: list[dict[str, Any]] = []
         self._rounded = 0  # tokens just outside a truncated law
         self._requests = 0
+        self._seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        self._repeated = 0  # requests equal to an earlier one, prompt and output
 
     def add(self, answer: Answer) -> None:
         """Judge the tokens of one request."""
         if answer.output:
             self._judge(answer)
+            whole = (tuple(answer.prompt), tuple(answer.output))
+            self._repeated += whole in self._seen
+            self._seen.add(whole)
         self._requests += 1
 
     def _judge(self, answer: Answer) -> None:
@@ -76,43 +81,42 @@ class SampledLaw:
         p_values = uniformity.battery(self.uniforms)
         detectable = uniformity.smallest_detectable(self.uniforms, len(p_values))
         needed = uniformity.tokens_needed(self.uniforms, len(p_values), ENOUGH)
-        streams = uniformity.shared_streams(self.uniforms)
-        result, reason = self._decide(p_values, detectable, needed, streams[1])
+        result, reason = self._decide(p_values, detectable, needed)
         numbers = {
             "requests": self._requests,
             "tokens": len(self.uniforms),
             "level": uniformity.LEVEL,
             "p_values": [p_value.record(len(p_values)) for p_value in p_values],
-            "shared_streams": {"z": streams[0], "p": streams[1]},
             "smallest_detectable_tv": detectable,
             "enough": ENOUGH,
             "tokens_needed": needed,
             "drafted_positions": self.uniforms.drafted,
             "impossible": self.impossible,
             "outside_by_rounding": self._rounded,
+            "repeated_requests": self._repeated,
             "histograms": self.uniforms.histograms(),
         }
         return Finding("sampled law", result, reason, numbers)
 
-    def _decide(
-        self, p_values: list[uniformity.PValue], detectable: float, needed: int, streams: float
-    ) -> tuple[str, str]:
+    def _decide(self, p_values: list[uniformity.PValue], detectable: float, needed: int) -> tuple[str, str]:
         n, worst = len(self.uniforms), min(p_values, key=lambda p_value: p_value.p)
         corrected = min(1.0, worst.p * len(p_values))
         if self.impossible:
             first = self.impossible[0]
             where = f"token {first['token']} of request {first['request']} at place {first['position']}"
             return FAILED, f"{len(self.impossible)} of {n} tokens have probability 0, the first is {where}."
-        if streams < uniformity.LEVEL:
-            together = f"at equal places they move together, p = {streams:.2g}"
-            return FAILED, f"{self._requests} requests share their random numbers: {together}."
+        together = next(p_value.p for p_value in p_values if p_value.statistic == "across requests") * len(p_values)
+        if together < uniformity.LEVEL:
+            same = f"; {self._repeated} of them repeat another word for word" if self._repeated else ""
+            what = f"at equal places they move together, corrected p = {together:.2g}"
+            return FAILED, f"{self._requests} requests share their random numbers: {what}{same}."
         if corrected < uniformity.LEVEL:
             which = f"{worst.statistic}, ordered by {worst.ordering}"
             return FAILED, f"{n} tokens do not follow the target's law: corrected p = {corrected:.2g} ({which})."
-        seen = f"a mean total-variation bias of {detectable:.3f} would have shown"
+        seen = f"a bias towards the draft of {detectable:.3f} in mean total variation would have shown"
         found = f"{n} tokens, smallest corrected p = {corrected:.2g}; {seen}"
         if detectable > ENOUGH:
-            return TOO_LITTLE, f"{found}, for one of {ENOUGH} it takes {needed} tokens."
+            return TOO_LITTLE, f"{found}; to see one of {ENOUGH} it takes about {needed} tokens."
         return PASSED, f"{found}."
 
     def _outside(self, logits: Tensor, prefix: Prefix, x: int, position: int) -> None:

@@ -77,7 +77,7 @@ class TableProposer:
     def __init__(self, rule: Rule, size: int, ids: Items[int] | None = None) -> None:
         self.size = size
         own = None if ids is None else torch.tensor(ids)
-        self._law = cache(lambda prefix: in_vocabulary(rule(list(prefix)).softmax(-1), size, own))
+        self._law = cache(lambda prefix: in_vocabulary(rule(list(prefix)), size, own).softmax(-1))
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         longest = max(lengths)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 BINS = 32
 LAG_BINS = 8
+PER_CELL = 5  # expected counts from which a chi-square statistic follows its law well enough
+RARE = 100  # variance of the overlap count below which its law is not normal in the tail
 LEVEL = 1e-3  # of a false alarm, for all p-values together
 POWER = 0.9
 RATIO, PROBABILITY, ID = "p / q", "p", "id"
@@ -104,7 +106,7 @@ class PValue:
 
 
 def battery(uniforms: Uniforms) -> list[PValue]:
-    """Per ordering: 32 bins, Anderson-Darling, dependence on the token before; and one z for leaning towards q."""
+    """Per ordering: 32 bins, Anderson-Darling, dependence on the token before; leaning towards q; shared streams."""
     found = []
     for ordering in uniforms.orderings:
         u = np.clip(np.array(uniforms.u[ordering]), 1e-12, 1 - 1e-12)
@@ -113,13 +115,19 @@ def battery(uniforms: Uniforms) -> list[PValue]:
             PValue(ordering, "Anderson-Darling", *anderson_darling(u)),
             PValue(ordering, "lag 1", *lag_one(u, np.array(uniforms.request))),
         ]
-    return [*found, PValue(RATIO, "overlap z", *overlap(uniforms))]
+    return [
+        *found,
+        PValue(RATIO, "overlap z", *overlap(uniforms)),
+        PValue(ID, "across requests", *shared_streams(uniforms)),
+    ]
 
 
 def chi_square(u: np.ndarray) -> tuple[float, float]:
-    """Counts in 32 equal bins against n / 32."""
+    """Counts in 32 equal bins against n / 32; silent where that is too few."""
+    if len(u) < PER_CELL * BINS:
+        return 0.0, 1.0
     counts = np.histogram(u, BINS, (0, 1))[0]
-    value = float(((counts - len(u) / BINS) ** 2).sum() / (len(u) / BINS)) if len(u) else 0.0
+    value = float(((counts - len(u) / BINS) ** 2).sum() / (len(u) / BINS))
     return value, float(stats.chi2.sf(value, BINS - 1))
 
 
@@ -148,9 +156,14 @@ def anderson_darling_tail(z: float) -> float:
 
 
 def lag_one(u: np.ndarray, request: np.ndarray) -> tuple[float, float]:
-    """8 x 8 table of neighbours inside requests, chi-square against its own margins (49 degrees of freedom)."""
+    """8 x 8 table of neighbours inside requests, chi-square against its own margins (49 degrees of freedom).
+
+    Silent where there are too few pairs for so many cells.
+    """
     bins = np.minimum((u * LAG_BINS).astype(int), LAG_BINS - 1)
     together = request[1:] == request[:-1]
+    if together.sum() < PER_CELL * LAG_BINS**2:
+        return 0.0, 1.0
     table = np.zeros((LAG_BINS, LAG_BINS))
     np.add.at(table, (bins[:-1][together], bins[1:][together]), 1)
     expected = np.outer(table.sum(1), table.sum(0)) / max(table.sum(), 1)
@@ -159,38 +172,59 @@ def lag_one(u: np.ndarray, request: np.ndarray) -> tuple[float, float]:
 
 
 def overlap(uniforms: Uniforms) -> tuple[float, float]:
-    """z of the tokens that lie where q exceeds p, against the mass p has there; two-sided."""
+    """z of the tokens that lie where q exceeds p, against the mass p has there; two-sided.
+
+    Where few are expected the tail is that of the count itself, a sum of unequal coins, not the normal one.
+    """
     mass = np.array(uniforms.mass)
-    spread = math.sqrt((mass * (1 - mass)).sum())
-    z = float((np.array(uniforms.inside, dtype=float) - mass).sum() / spread) if spread > 0 else 0.0
-    return z, float(2 * stats.norm.sf(abs(z)))
+    variance = float((mass * (1 - mass)).sum())
+    count = sum(uniforms.inside)
+    z = (count - float(mass.sum())) / math.sqrt(variance) if variance > 0 else 0.0
+    if variance >= RARE:
+        return z, float(2 * stats.norm.sf(abs(z)))
+    return z, min(1.0, 2 * rare_tail(mass, count))
+
+
+def rare_tail(mass: np.ndarray, count: int) -> float:
+    """The smaller of P(N <= count) and P(N >= count) for a sum N of coins of the given masses."""
+    law = np.ones(1)
+    for m in mass[(mass > 1e-12) & (mass < 1 - 1e-12)]:
+        law = np.convolve(law, (1 - m, m))
+        law = law[: np.flatnonzero(law > 1e-30)[-1] + 1]  # what is cut off changes no tail that decides
+    count -= int((mass >= 1 - 1e-12).sum())
+    return float(min(law[: max(0, count + 1)].sum(), law[max(0, count) :].sum()))
 
 
 def shared_streams(uniforms: Uniforms) -> tuple[float, float]:
-    """z of the correlation between requests at equal places: requests with one random stream move together.
+    """Requests with one random stream move together: chi-square of the means at equal places over all requests.
 
-    Sums U_a U_b, standardised, over all pairs of requests at each place; independent uniforms give mean 0 and the
-    variance used here.
+    At each place with n requests the standardised sum of U is nearly normal, or less wide for few; the squares of all
+    places add up to a chi-square with as many degrees of freedom as there are places.
     """
     centred = (np.array(uniforms.u[ID]) - 0.5) * math.sqrt(12)
-    request = np.array(uniforms.request)
-    lengths = np.unique(request, return_counts=True)[1]
+    lengths = np.unique(np.array(uniforms.request, dtype=int), return_counts=True)[1]
     place = np.concatenate([np.arange(0), *(np.arange(n) for n in lengths)])
     n = np.bincount(place)
-    total, squares = np.bincount(place, centred), np.bincount(place, centred**2)
-    pairs = float((n * (n - 1) / 2).sum())
-    z = float(((total**2 - squares) / 2).sum() / math.sqrt(pairs)) if pairs else 0.0
-    return z, float(stats.norm.sf(z))
+    several = n > 1
+    value = float((np.bincount(place, centred)[several] ** 2 / n[several]).sum())
+    return value, float(stats.chi2.sf(value, several.sum())) if several.any() else 1.0
 
 
 def smallest_detectable(uniforms: Uniforms, tests: int) -> float:
-    """The mean total-variation bias towards q that these tokens would have shown with 90 % probability."""
-    return _reach(tests) * math.sqrt(_variance(uniforms) / len(uniforms)) if len(uniforms) else math.inf
+    """The mean total-variation bias towards q that these tokens would have shown with 90 % probability, at most 1.
+
+    Never less than what a handful of tokens out of place amount to, however sure the laws are of theirs.
+    """
+    if not len(uniforms):
+        return 1.0
+    reach, n = _reach(tests), len(uniforms)
+    return min(1.0, max(reach * math.sqrt(_variance(uniforms) / n), reach**2 / (3 * n)))
 
 
 def tokens_needed(uniforms: Uniforms, tests: int, bias: float) -> int:
     """How many tokens like these show a mean total-variation bias of that size."""
-    return math.ceil(_variance(uniforms) * (_reach(tests) / bias) ** 2)
+    reach = _reach(tests)
+    return math.ceil(max(_variance(uniforms) * (reach / bias) ** 2, reach**2 / (3 * bias)))
 
 
 def _variance(uniforms: Uniforms) -> float:

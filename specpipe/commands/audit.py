@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
+import traceback
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +22,27 @@ from specpipe.audit.proposals import ProposerLaw, Watched
 from specpipe.audit.reading import Answer
 from specpipe.audit.sampled import SampledLaw
 from specpipe.audit.terminal import AuditView
-from specpipe.commands.parts import INTERRUPTED, OUTPUT_CLOSED, build_pipeline, chosen_prompts, head, put_away
+from specpipe.commands.parts import (
+    INTERRUPTED,
+    OUTPUT_CLOSED,
+    another_proposer,
+    build_pipeline,
+    chosen_prompts,
+    head,
+    put_away,
+)
 from specpipe.config import build, plain
 from specpipe.console import OutputClosed
 from specpipe.draft import ContractError
 from specpipe.errors import UserError
 from specpipe.pipeline import Pipeline
+from specpipe.proposers import Proposer
 from specpipe.report.audit import audit_page
 from specpipe.results import RunFolder, undisturbed
 from specpipe.sequence import Sequence
 from specpipe.stats import completion, summarise
 
+WRONG_INPUT, CRASHED = 2, 70  # the latter as EX_SOFTWARE of sysexits.h
 EXIT_CODES = {LOSSLESS: 0, BIASED: 1, TOO_LITTLE: 3}
 # What describes how we decode says nothing about a file of another engine's output.
 OURS_ALONE = ("proposer", "sampler", "num_speculative_tokens", "prompts", "prompt", "tokens", "greedy_tokens")
@@ -51,6 +64,7 @@ def run(config: DictConfig) -> int:
     else:
         audit = PipelineAudit(
             pipeline,
+            another_proposer(config, pipeline),
             asked.texts,
             tokens=config.tokens,
             greedy_tokens=config.greedy_tokens,
@@ -60,7 +74,7 @@ def run(config: DictConfig) -> int:
     folder = RunFolder(Path(hydra.output_dir), constant, audit.summary)
     tracker.start("audit", settled, folder.folder)
     view = AuditView()
-    code = 1
+    code = CRASHED
     try:
         findings: list[Finding] = []
         for finding in audit.findings(view):
@@ -76,10 +90,18 @@ def run(config: DictConfig) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
         raise
+    except (UserError, FloatingPointError):
+        code = WRONG_INPUT
+        raise
+    except Exception:  # Python's own exit code for a crash says `biased` here
+        traceback.print_exc()
     finally:
         with undisturbed():
             _keep(audit, folder)
-        code = put_away(folder, tracker, view.note, code)
+        done = code in EXIT_CODES.values()
+        code = put_away(folder, tracker, view.note, code, done=done)
+        if done:
+            view.note(f"page:   {folder.folder / 'report.html'}")
     return code
 
 
@@ -105,6 +127,7 @@ class PipelineAudit:
 
     Args:
         pipeline: as configured.
+        reference: another proposer like the pipeline's, that has seen nothing of what the pipeline decodes.
         prompts: decoded in turn, again and again with streams of their own.
         tokens: sampled and judged, at least.
         greedy_tokens: decoded greedily and compared, at least.
@@ -112,25 +135,34 @@ class PipelineAudit:
     """
 
     def __init__(
-        self, pipeline: Pipeline, prompts: list[str], *, tokens: int, greedy_tokens: int, batch_size: int
+        self,
+        pipeline: Pipeline,
+        reference: Proposer,
+        prompts: list[str],
+        *,
+        tokens: int,
+        greedy_tokens: int,
+        batch_size: int,
     ) -> None:
         self.about: dict[str, Any] = {}
         self._pipeline, self._prompts = pipeline, prompts
         self._tokens, self._greedy_tokens, self._batch_size = tokens, greedy_tokens, batch_size
-        self._proposer = pipeline.proposer
         self._watched = pipeline.proposer = Watched(pipeline.proposer, pipeline.seed)
         self._sampled: list[tuple[str, Sequence]] = []
-        self._requests(1)  # prompts that cannot be decoded are refused before anything runs
+        pipeline.sequences(prompts)  # prompts that cannot be decoded are refused before anything runs
         settings = pipeline.settings
         self._stop_ids = settings.stop_ids(pipeline.verifier.target.eos_ids)
-        reference = ProposerLaw(self._proposer, settings, self._stop_ids, pipeline.seed)
-        self._law = SampledLaw(pipeline.verifier, settings, self._stop_ids, reference, pipeline.seed)
+        law = ProposerLaw(reference, settings, self._stop_ids, pipeline.seed)
+        self._law = SampledLaw(pipeline.verifier, settings, self._stop_ids, law, pipeline.seed)
 
     def findings(self, view: AuditView) -> Iterator[Finding]:
         """Each test's, as it is done."""
-        with view.bar("exact law", sum(1 for _ in sweep(self._own_settings()))) as advance:
-            found = exact_law(self._pipeline.sampler, self._own_settings(), advance)
+        own, gamma = self._own_settings(), self._pipeline.gamma
+        with view.bar("exact law", sum(1 for _ in sweep(own, gamma))) as advance:
+            found = exact_law(self._pipeline.sampler, own, gamma, advance)
         yield found
+        if any("raised" in case for case in found.numbers["cases"]):
+            return  # it would raise on the real target too
         try:
             with view.bar("greedy identity", 2 * self._greedy_tokens) as advance:
                 found = self._greedy_identity(advance)
@@ -164,7 +196,7 @@ class PipelineAudit:
         pipeline.settings = copy.copy(sampling)
         pipeline.settings.temperature = 0.0
         try:
-            for _, sequence in self._requests(1):
+            for _, sequence in itertools.islice(self._requests(), len(self._prompts)):
                 for step in pipeline.decode(sequence):
                     advance(len(step.tokens))
                 answers.append(_answer(sequence))
@@ -177,23 +209,24 @@ class PipelineAudit:
         return identity.finding()
 
     def _sample(self, advance: Any) -> None:
-        rounds = -(-self._tokens // len(self._prompts))
-        requests, done = self._requests(rounds), 0
-        for start in range(0, len(requests), self._batch_size):
-            group = requests[start : start + self._batch_size]
+        requests, done = self._requests(), 0
+        while done < self._tokens:
+            group = list(itertools.islice(requests, self._batch_size))
+            if not any(sequence.finish_reason is None for _, sequence in group):
+                break  # no room for a single token
             self._sampled += group
-            for step in self._pipeline.decode_together([sequence for _, sequence in group], self._batch_size):
+            for _, step in self._pipeline.decode_together([sequence for _, sequence in group], self._batch_size):
                 advance(len(step.tokens))
             for _, sequence in group:
                 self._law.add(_answer(sequence))
                 advance(len(sequence.new_tokens))
                 done += len(sequence.new_tokens)
-            if done >= self._tokens:
-                break
 
-    def _requests(self, rounds: int) -> list[tuple[str, Sequence]]:
-        texts = self._prompts * rounds
-        return list(zip(texts, self._pipeline.sequences(texts), strict=True))
+    def _requests(self) -> Iterator[tuple[str, Sequence]]:
+        """Requests for the prompts in turn, without end."""
+        seen: Counter[tuple[int, ...]] = Counter()
+        while True:
+            yield from zip(self._prompts, self._pipeline.sequences(self._prompts, seen), strict=True)
 
     def _own_settings(self) -> dict[str, dict[str, Any]]:
         """The run's settings as far as a table model can have them: ids mean nothing to it."""

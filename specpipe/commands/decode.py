@@ -17,7 +17,7 @@ from specpipe.console import OutputClosed
 from specpipe.pipeline import Pipeline
 from specpipe.results import RunFolder, undisturbed
 from specpipe.sequence import Sequence, Step
-from specpipe.stats import completion, expected_by_rule, summarise
+from specpipe.stats import completion, expected_by_rule, spec_decode, summarise
 from specpipe.terminal import DecodeView
 
 
@@ -31,15 +31,15 @@ def run(config: DictConfig) -> int:
         print(f"loading {hydra.choices.get('target')} ...", file=sys.stderr)
     pipeline = build_pipeline(config)
     sequences = pipeline.sequences(asked.texts)
-    constant = head("decode", pipeline, settled, hydra.choices)
+    constant = head("decode", pipeline, settled, hydra.choices) | {"batch_size": config.batch_size}
     folder = RunFolder(Path(hydra.output_dir), constant, lambda: _summary(pipeline, sequences), trace=config.trace)
     tracker.start("decode", settled, folder.folder)
     view = DecodeView(len(sequences))
     code = 1
     try:
         with view:
-            for number, (text, sequence) in enumerate(zip(asked.texts, sequences, strict=True)):
-                record = _decode(pipeline, sequence, text, number, folder, view)
+            decoded = _one_by_one if config.batch_size == 1 else _together
+            for number, record in decoded(pipeline, asked.texts, sequences, config.batch_size, folder, view):
                 tracker.log_request(number, record, pipeline.gamma)
         summary = _summary(pipeline, sequences)
         view.summary(summary)
@@ -52,37 +52,76 @@ def run(config: DictConfig) -> int:
         code = INTERRUPTED
         raise
     finally:
-        code = put_away(folder, tracker, view.note, code)
+        code = put_away(folder, tracker, view.note, code, done=code == 0)
     return code
 
 
-def _decode(
-    pipeline: Pipeline, sequence: Sequence, text: str, number: int, folder: RunFolder, view: DecodeView
-) -> dict[str, Any]:
-    """One request to its end, recorded also when it is interrupted."""
-    view.begin(number, text)
+Records = Iterator[tuple[int, dict[str, Any]]]  # a request's number and its record
 
-    def recorded() -> Iterator[Step]:
-        for index, step in enumerate(pipeline.decode(sequence)):
-            folder.step(number, index, step)
-            yield step
 
+def _one_by_one(
+    pipeline: Pipeline, texts: list[str], sequences: list[Sequence], _: int, folder: RunFolder, view: DecodeView
+) -> Records:
+    """Each request to its end, shown as it streams; recorded also when it is interrupted."""
+    for number, (text, sequence) in enumerate(zip(texts, sequences, strict=True)):
+        view.begin(number, text)
+        try:
+            for piece in pipeline.text.stream(sequence, _traced(pipeline.decode(sequence), number, folder)):
+                view.piece(piece)
+        finally:
+            with undisturbed():
+                record = _record(pipeline, text, sequence, folder)
+        view.end(record)
+        yield number, record
+
+
+def _together(
+    pipeline: Pipeline, texts: list[str], sequences: list[Sequence], size: int, folder: RunFolder, view: DecodeView
+) -> Records:
+    """Several requests a pass, each shown when it and those before it are finished."""
+    numbers = {id(sequence): number for number, sequence in enumerate(sequences)}
+    shown = 0
     try:
-        for piece in pipeline.text.stream(sequence, recorded()):
-            view.piece(piece)
+        for sequence, step in pipeline.decode_together(sequences, size):
+            folder.step(numbers[id(sequence)], len(sequence.steps) - 1, step)
+            while shown < len(sequences) and sequences[shown].finish_reason:
+                text, finished = texts[shown], sequences[shown]
+                shown += 1
+                record = _record(pipeline, text, finished, folder)
+                view.begin(shown - 1, text)
+                for piece in pipeline.text.stream(finished, finished.steps):
+                    view.piece(piece)
+                view.end(record)
+                yield shown - 1, record
     finally:
         with undisturbed():
-            answer = pipeline.text.answer(sequence)
-            record = completion(text, sequence, answer, pipeline.gamma).record()
-            folder.request(record)
-    view.end(record)
+            for text, sequence in zip(texts[shown:], sequences[shown:], strict=True):
+                if sequence.steps:
+                    _record(pipeline, text, sequence, folder)
+
+
+def _traced(steps: Iterator[Step], number: int, folder: RunFolder) -> Iterator[Step]:
+    for index, step in enumerate(steps):
+        folder.step(number, index, step)
+        yield step
+
+
+def _record(pipeline: Pipeline, text: str, sequence: Sequence, folder: RunFolder) -> dict[str, Any]:
+    record = completion(text, sequence, pipeline.text.answer(sequence), pipeline.gamma).record()
+    folder.request(record)
     return record
 
 
 def _summary(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, Any]:
     """Over all steps that were measured; a step that was interrupted has no times yet."""
     summary = summarise([[step for step in s.steps if step.seconds] for s in sequences], pipeline.gamma)
-    expected = expected_by_rule(step for sequence in sequences for step in sequence.steps)
+    steps = [step for sequence in sequences for step in sequence.steps]
+    if members := sorted({step.source for step in steps if step.source}):
+        counts = {
+            name: spec_decode([step for step in steps if step.source == name], pipeline.gamma) for name in members
+        }
+        summary = summary | {"members": counts}
+    expected = expected_by_rule(steps)
     return summary | {"steps_by_rule": _steps_by_rule(pipeline, sequences), "expected_accepted": expected}
 
 

@@ -11,8 +11,9 @@ from omegaconf import DictConfig
 from specpipe import prompts
 from specpipe.config import build
 from specpipe.errors import UserError
-from specpipe.pipeline import Pipeline
+from specpipe.pipeline import Pipeline, bind
 from specpipe.prompts import Prompts
+from specpipe.proposers import Proposer
 from specpipe.results import RunFolder, undisturbed
 
 NOT_SAVED = 2
@@ -42,6 +43,13 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     )
 
 
+def another_proposer(config: DictConfig, pipeline: Pipeline) -> Proposer:
+    """One more like the pipeline's, with a state of its own."""
+    proposer = build(config.proposer, "proposer")
+    bind(proposer, pipeline.verifier.target)
+    return proposer
+
+
 def chosen_prompts(config: DictConfig) -> Prompts:
     """`prompt`, or the group `prompts`; both at once are refused."""
     if config.prompt is None:
@@ -66,14 +74,17 @@ def head(command: str, pipeline: Pipeline, config: dict[str, Any], choices: Mapp
     }
 
 
-def put_away(folder: RunFolder, tracker: Any, note: Callable[[str], None], code: int) -> int:
-    """Save what there is, however the run ended; the exit code, which is not 0 if something could not be saved."""
+def put_away(folder: RunFolder, tracker: Any, note: Callable[[str], None], code: int, done: bool) -> int:
+    """Save what there is, however the run ended; the exit code, which is not 0 if something could not be saved.
+
+    `done`: the run came to its end, so that its result is worth pointing at.
+    """
     with undisturbed():
         problem = folder.finish()
     if problem:
         note(f"specpipe: {problem}")
         code = code or NOT_SAVED
-    elif code == 0:
+    elif done:
         note(f"result: {folder.folder / 'result.json'}")
     tracker.finish(folder.result, code)
     return code

@@ -9,7 +9,11 @@ from specpipe.sequence import Sequence
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of each request. A class with this one method, named in a YAML file, is a proposer."""
+    """Guesses the next tokens of each request. A class with this one method, named in a YAML file, is a proposer.
+
+    One that must know the target also has `bind(target)`, called once before anything is proposed: its vocabulary, its
+    device, its layers. It raises UserError for a target it cannot draft for.
+    """
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         """At most `lengths[b]` tokens for `sequences[b]`; fewer, or none, is always allowed.

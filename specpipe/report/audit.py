@@ -68,7 +68,8 @@ random decisions can fall, which gives the probability of every text of {{ findi
 largest distance from the target's own probability over all draft lengths; up to {{ finding.bound }} is rounding. Rows
 are generation settings, the last one as far as possible this run's own. Columns are kinds of drafts: drawn from a law
 (soft), deterministic (one-hot), fewer than asked for (ragged), by a model with fewer ids than the target (reduced) or
-with more (padded), or none.</p>
+with more (padded), or none. Drafts as long as this run's are explored one step at a time, a few places of each drawn.
+</p>
 {{ table }}
 {% if raised %}
 <p class="small">Cells that say <i>raised</i> stopped with an error:</p>
@@ -92,7 +93,6 @@ SAMPLED = """\
 {{ facts }}
 {{ charts }}
 {{ p_values }}
-{{ streams }}
 {% if impossible %}
 <h3>Tokens that the target cannot have drawn</h3>
 {{ impossible }}
@@ -114,14 +114,9 @@ P_VALUES = """\
 {{ table }}
 <p class="small">A p-value is how often a right sampler would look at least as odd. Corrected ones allow for {{ tests }}
 looks at the same tokens; below {{ level | number }} the test fails. Chi-square asks whether the bars are level,
-Anderson-Darling whether they lean to one side, lag 1 whether a U depends on the one before.
+Anderson-Darling whether they lean to one side, lag 1 whether a U depends on the one before, across
+requests whether requests share random numbers.
 {%- if overlap %} Overlap z asks whether tokens fall more often than p says among those that q favours.{% endif %}</p>
-"""
-
-STREAMS = """\
-<h3>Random numbers of different requests</h3>
-<p>{{ badge }} z = {{ z | number }}, p = {{ p | number }}: requests that shared their random numbers would move together
-at equal places.</p>
 """
 
 HOW = """\
@@ -326,7 +321,6 @@ def _sampled(finding: Numbers) -> Markup:
         facts=measured,
         charts=_charts(finding, OF_TOKENS),
         p_values=_p_values(finding, OF_TOKENS),
-        streams=_streams(finding),
         impossible=_at_most(["request / position", "id"], impossible),
     )
 
@@ -374,14 +368,6 @@ def _p_values(finding: Numbers, orderings: Mapping[str, tuple[str, str]]) -> Mar
     overlap = any(each["statistic"] == "overlap z" for each in found)
     shown = table(["test", "value", "p", "p, corrected"], rows)
     return fragment(P_VALUES, table=shown, tests=len(found), level=level, overlap=overlap)
-
-
-def _streams(finding: Numbers) -> Markup:
-    streams = finding.get("shared_streams")
-    if not streams:
-        return Markup()
-    shared = streams["p"] < finding.get("level", 0)
-    return fragment(STREAMS, **streams, badge=badge("shared", BAD) if shared else badge("independent", GOOD))
 
 
 def _at_most(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:

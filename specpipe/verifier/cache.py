@@ -18,7 +18,7 @@ SMALLEST = 256  # positions allocated at first; doubled whenever they do not suf
 
 
 class RowCache(Cache):
-    """Keys and values of R rows.
+    """Keys and values of R rows, of which any may take part in a forward.
 
     Args:
         layers: attention layers of the model.
@@ -36,23 +36,22 @@ class RowCache(Cache):
         for layer in self._row_layers:
             layer.rearrange([row or 0 for row in rows])
 
-    def place(self, width: int, device: torch.device) -> Tensor:
-        """Announce a forward over `width` new tokens in every row.
+    def place(self, width: int, device: torch.device, rows: Sequence[int]) -> Tensor:
+        """Announce a forward over `width` new tokens in each of `rows`; the other rows rest.
 
         Returns:
-            [R, width] positions of the new tokens, to be passed as `position_ids`.
+            [len(rows), width] positions of the new tokens, to be passed as `position_ids`.
         """
-        end = max(self.lengths) + width
-        start = self.lengths[0] if len(self.lengths) == 1 else None
-        positions = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(width, device=device)
+        lengths = [self.lengths[row] for row in rows]
+        self._end = max(lengths) + width
+        positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
         for layer in self._row_layers:
-            layer.place(positions, start, end)
+            layer.place(positions, self._end, rows, len(self.lengths))
         return positions
 
     def mask(self, positions: Tensor) -> Tensor:
-        """[R, 1, W, L] bool: a token sees the entries at its own position and before, of its own row only."""
-        seen = torch.arange(max(self.lengths) + positions.shape[1], device=positions.device)
-        return seen <= positions[:, None, :, None]
+        """[rows, 1, W, L] bool: a token sees the entries at its own position and before, of its own row only."""
+        return torch.arange(self._end, device=positions.device) <= positions[:, None, :, None]
 
 
 class RowLayer(CacheLayerMixin):
@@ -66,15 +65,17 @@ class RowLayer(CacheLayerMixin):
             at = torch.tensor(rows, device=self.keys.device)
             self.keys, self.values = self.keys[at], self.values[at]
 
-    def place(self, positions: Tensor, start: int | None, end: int) -> None:
-        """Where the next update writes: `positions` [R, W]; `start` is the same for a single row; L = `end`."""
-        self._positions, self._start, self._end = positions, start, end
+    def place(self, positions: Tensor, end: int, rows: Sequence[int], total: int) -> None:
+        """Where the next update writes: `positions` [len(rows), W] of `rows`, out of `total`; L = `end`."""
+        self._positions, self._end, self._total = positions, end, total
+        self._alone = rows[0] if len(rows) == 1 else None
+        self._rows = None if list(rows) == list(range(total)) else torch.tensor(rows, device=positions.device)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: `update` allocates."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [R, H, W, D] new entries; return everything up to the longest row, [R, H, L, D]."""
+        """Write [rows, H, W, D] new entries; return everything up to the longest row, [rows, H, L, D]."""
         keys, values = self.keys, self.values
         if keys is None or values is None or self._end > keys.shape[2]:
             self.keys = keys = self._allocate(key_states, keys)
@@ -94,16 +95,17 @@ class RowLayer(CacheLayerMixin):
         capacity = SMALLEST
         while capacity < self._end:
             capacity *= 2
-        rows, heads, _, size = like.shape
-        new = like.new_zeros(rows, heads, capacity, size)
+        _, heads, _, size = like.shape
+        new = like.new_zeros(self._total, heads, capacity, size)
         if old is not None:
             new[:, :, : old.shape[2]] = old
         return new
 
     def _write(self, whole: Tensor, new: Tensor) -> Tensor:
-        if self._start is not None:
-            whole[:, :, self._start : self._end] = new
-        else:
-            rows = torch.arange(new.shape[0], device=new.device)[:, None]
-            whole[rows, :, self._positions] = new.transpose(1, 2)
-        return whole[:, :, : self._end]
+        if self._alone is not None:
+            row = slice(self._alone, self._alone + 1)
+            whole[row, :, self._end - new.shape[2] : self._end] = new
+            return whole[row, :, : self._end]
+        rows = torch.arange(new.shape[0], device=new.device) if self._rows is None else self._rows
+        whole[rows[:, None], :, self._positions] = new.transpose(1, 2)
+        return whole[:, :, : self._end] if self._rows is None else whole[rows, :, : self._end]

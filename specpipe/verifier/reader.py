@@ -19,7 +19,7 @@ from specpipe.verifier.cache import RowCache
 
 
 class Reader:
-    """Reads requests with `model` and remembers what it has read. Row b belongs to the b-th sequence of a call.
+    """Reads requests with `model` and remembers what it has read of each until it is finished or forgotten.
 
     Args:
         model: a decoder-only causal LM of `transformers`, in eval mode.
@@ -31,8 +31,9 @@ class Reader:
         takes = inspect.signature(model.forward).parameters
         self._narrow_head = "logits_to_keep" in takes
         self._cache_word = "cache" if "cache" in takes else "past_key_values"  # its name before transformers 5.24
-        self._owners: list[ref[Sequence]] = []
-        self.cache = RowCache(model.config.get_text_config().num_hidden_layers)
+        self._owners: list[ref[Sequence]] = []  # of the cache's rows
+        self._rows: list[int] = []  # of the sequences of the last call
+        self.cache = RowCache(model.config.get_text_config().num_hidden_layers, rows=0)
 
     def read(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
         """Read what each sequence has that its row has not, and the draft behind it, in one pass.
@@ -42,27 +43,51 @@ class Reader:
             of the k_b drafts and the one behind them.
         """
         self._seat(sequences)
-        fresh = [s.tokens[n:] for s, n in zip(sequences, self.cache.lengths, strict=True)]
+        fresh = [s.tokens[self.cache.lengths[row] :] for s, row in zip(sequences, self._rows, strict=True)]
         widths = [len(tokens) + k for tokens, k in zip(fresh, draft.lengths, strict=True)]
         first = [width - k - 1 for width, k in zip(widths, draft.lengths, strict=True)]
         columns = _union(first, widths)
         logits = self._forward(self._inputs(fresh, draft, max(widths)), widths, columns)  # [B, len(columns), V]
-        self.cache.lengths = [n + width for n, width in zip(self.cache.lengths, widths, strict=True)]
+        for row, width in zip(self._rows, widths, strict=True):
+            self.cache.lengths[row] += width
         at = {column: i for i, column in enumerate(columns)}
         return [logits[b, at[i] : at[i] + k + 1] for b, (i, k) in enumerate(zip(first, draft.lengths, strict=True))]
 
+    def extend(self, tokens: list[int | None]) -> Tensor:
+        """Read one more token for each sequence of the last `read`, or none; the next forgets those not committed.
+
+        Returns:
+            [B, V] logits behind each token; where there was none they mean nothing.
+        """
+        ids = torch.tensor([[token or 0] for token in tokens], dtype=torch.long, device=self.device)
+        logits = self._forward(ids, [1] * len(tokens), [0])[:, 0]
+        for row, token in zip(self._rows, tokens, strict=True):
+            self.cache.lengths[row] += token is not None
+        return logits
+
     def roll_back(self, sequences: list[Sequence]) -> None:
         """Forget what was read and not committed: a row keeps the committed tokens but the last, pending one."""
-        for b, sequence in enumerate(sequences):
-            self.cache.lengths[b] = min(self.cache.lengths[b], len(sequence.tokens) - 1)
+        rows = {id(owner): row for row, kept in enumerate(self._owners) if (owner := kept()) is not None}
+        for sequence in sequences:
+            row = rows[id(sequence)]
+            self.cache.lengths[row] = min(self.cache.lengths[row], len(sequence.tokens) - 1)
 
     def _seat(self, sequences: list[Sequence]) -> None:
-        """Rows follow their owners: whoever was there before keeps what was read, a newcomer's row starts empty."""
-        before = {id(owner): b for b, kept in enumerate(self._owners) if (owner := kept()) is not None}
-        rows = [before.get(id(sequence)) for sequence in sequences]
-        if rows != list(range(len(self._owners))):
-            self.cache.rearrange(rows)
-            self._owners = [ref(sequence) for sequence in sequences]
+        """A row for each: the one it has, else an empty one. Rows of requests that ended, or are gone, are given up."""
+        asked = {id(sequence) for sequence in sequences}
+        kept: list[Sequence] = []
+        rows: list[int | None] = []
+        for row, owner in enumerate(owner() for owner in self._owners):
+            if owner is not None and (owner.finish_reason is None or id(owner) in asked):
+                kept.append(owner)
+                rows.append(row)
+        known = {id(owner) for owner in kept}
+        new = [sequence for sequence in sequences if id(sequence) not in known]
+        if new or len(kept) < len(self._owners):
+            self.cache.rearrange([*rows, *[None] * len(new)])
+            self._owners = [ref(sequence) for sequence in (*kept, *new)]
+        where = {id(sequence): row for row, sequence in enumerate((*kept, *new))}
+        self._rows = [where[id(sequence)] for sequence in sequences]
         self.roll_back(sequences)  # a step that was interrupted could not
 
     def _inputs(self, fresh: list[list[int]], draft: Draft, width: int) -> Tensor:
@@ -75,8 +100,9 @@ class Reader:
         return ids
 
     def _forward(self, ids: Tensor, widths: list[int], columns: list[int]) -> Tensor:
-        positions = self.cache.place(ids.shape[1], self.device)
-        last = torch.tensor([n + w - 1 for n, w in zip(self.cache.lengths, widths, strict=True)], device=self.device)
+        positions = self.cache.place(ids.shape[1], self.device, self._rows)
+        ends = [self.cache.lengths[row] + width - 1 for row, width in zip(self._rows, widths, strict=True)]
+        last = torch.tensor(ends, device=self.device)
         keep: int | Tensor = len(columns)
         if columns != list(range(ids.shape[1] - len(columns), ids.shape[1])):
             keep = torch.tensor(columns, device=self.device)

@@ -277,7 +277,7 @@ def test_a_reader_that_leaves_ends_the_audit(audit: Audit, tmp_path: Path, monke
 def test_a_seed_fixes_what_is_sampled(audit: Audit, tmp_path: Path) -> None:
     outputs = []
     for seed in (1, 1, 2):
-        audit(f"seed={seed}")
+        audit(f"seed={seed}", "tokens=64", "greedy_tokens=1")
         outputs.append(read_outputs(str(tmp_path / "run" / "outputs.jsonl")))
     assert outputs[0] == outputs[1] != outputs[2]
 
@@ -286,6 +286,6 @@ def test_batches_do_not_change_what_is_sampled(audit: Audit, tmp_path: Path) -> 
     """Seeds belong to requests: in float32 a request's ids are the same alone and among others."""
     outputs = []
     for size in (1, 4):
-        audit(f"batch_size={size}", "tokens=190")
+        audit(f"batch_size={size}", "tokens=190", "greedy_tokens=1")
         outputs.append(read_outputs(str(tmp_path / "run" / "outputs.jsonl"))[:3])
     assert outputs[0] == outputs[1]

@@ -113,7 +113,8 @@ class SampledLaw:
         if corrected < uniformity.LEVEL:
             which = f"{worst.statistic}, ordered by {worst.ordering}"
             return FAILED, f"{n} tokens do not follow the target's law: corrected p = {corrected:.2g} ({which})."
-        seen = f"a bias towards the draft of {detectable:.3f} in mean total variation would have shown"
+        towards = "the draft" if self.uniforms.drafted else "a flatter law"
+        seen = f"a bias towards {towards} of {detectable:.3f} in mean total variation would have shown"
         found = f"{n} tokens, smallest corrected p = {corrected:.2g}; {seen}"
         if detectable > ENOUGH:
             return TOO_LITTLE, f"{found}; to see one of {ENOUGH} it takes about {needed} tokens."

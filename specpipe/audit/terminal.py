@@ -45,7 +45,7 @@ class AuditView:
         columns = (TextColumn(f"{what:<{LABEL}}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal) as progress:
             task = progress.add_task("", total=total)
-            yield lambda more: progress.advance(task, more)
+            yield lambda more: progress.update(task, completed=min(total, progress.tasks[0].completed + more))
 
     def finding(self, finding: Finding) -> None:
         """One test's outcome."""

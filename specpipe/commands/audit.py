@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import sys
 import traceback
 from collections import Counter
@@ -210,8 +211,10 @@ class PipelineAudit:
 
     def _sample(self, advance: Any) -> None:
         requests, done = self._requests(), 0
+        longest = self._pipeline.settings.max_new_tokens or self._tokens
         while done < self._tokens:
-            group = list(itertools.islice(requests, self._batch_size))
+            needed = math.ceil((self._tokens - done) / longest)
+            group = list(itertools.islice(requests, min(self._batch_size, needed)))
             if not any(sequence.finish_reason is None for _, sequence in group):
                 break  # no room for a single token
             self._sampled += group

@@ -52,8 +52,8 @@ def _from(low: int, default: int) -> Any:
 
 
 @dataclass
-class DecodeSchema:
-    """Top-level keys of `decode` and their types; anything else in a YAML file or on the command line is refused."""
+class PipelineSchema:
+    """Top-level keys of every command that builds a pipeline, and their types."""
 
     defaults: list[Any] = field(default_factory=list)
     target: Any = MISSING
@@ -65,30 +65,25 @@ class DecodeSchema:
     wandb: Any = MISSING
     prompt: str | None = None
     num_speculative_tokens: int = _from(0, 5)
-    batch_size: int = _from(1, 1)
     seed: int = _from(0, 0)
+
+
+@dataclass
+class DecodeSchema(PipelineSchema):
+    """Keys of `decode`; anything else in a YAML file or on the command line is refused."""
+
+    batch_size: int = _from(1, 1)
     trace: bool = False
 
 
 @dataclass
-class AuditSchema:
-    """Top-level keys of `audit`."""
+class AuditSchema(PipelineSchema):
+    """Keys of `audit`."""
 
-    defaults: list[Any] = field(default_factory=list)
-    target: Any = MISSING
-    proposer: Any = MISSING
-    verifier: Any = MISSING
-    sampler: Any = MISSING
-    generation: Any = MISSING
-    prompts: Any = MISSING
-    wandb: Any = MISSING
-    prompt: str | None = None
     file: str | None = None
-    num_speculative_tokens: int = _from(0, 5)
     tokens: int = _from(1, 3000)
     greedy_tokens: int = _from(1, 400)
     batch_size: int = _from(1, 8)
-    seed: int = _from(0, 0)
 
 
 SCHEMAS = {"decode": DecodeSchema, "audit": AuditSchema}

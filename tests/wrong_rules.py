@@ -251,30 +251,6 @@ class OneNoise(Chance):
         return -torch.empty_like(law).exponential_(generator=self._generator).log()
 
 
-class OneUniform(Chance):
-    """One uniform per place: its draft and its correction are the same quantile of their laws."""
-
-    def __init__(self, seed: int, prompt_ids: Any = (), repeat: int = 0) -> None:
-        super().__init__(seed, prompt_ids, repeat)
-        self._used: list[float] = []
-        self._judged = 0
-
-    def propose(self, q: Tensor) -> int:
-        self._used.append(self._drafting.random())
-        return distribution.draw(q, self._used[-1])
-
-    def passes(self, p: float, q: float) -> bool:
-        self._judged += 1
-        self._passed = super().passes(p, q)
-        return self._passed
-
-    def draw(self, law: Tensor) -> int:
-        corrected = self._judged and not self._passed
-        v = self._used[self._judged - 1] if corrected else self._drawing.random()
-        self._used, self._judged = [], 0
-        return distribution.draw(law, v)
-
-
 class Reused(Chance):
     """One draw in ten repeats the uniform of the draw before."""
 

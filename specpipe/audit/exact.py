@@ -206,7 +206,8 @@ def table_pipeline(
     )
 
 
-UNEXPLORABLE = "draws random numbers of its own; only chance.passes and chance.draw can be explored."
+ONLY = "only chance.passes and chance.draw can be explored."
+UNEXPLORABLE = f"draws random numbers of its own; {ONLY}"
 
 
 class NotExplorable(Exception):
@@ -233,7 +234,7 @@ class Explorer(Chance):
         return bool(self._decide([1 - accept, accept]))
 
     def uniforms(self, k: int) -> tuple[list[float], float]:
-        raise NotExplorable("asks for raw random numbers; only chance.passes and chance.draw can be explored.")
+        raise NotExplorable(f"asks for raw random numbers; {ONLY}")
 
     def _decide(self, weights: list[float]) -> int:
         if self._taken == len(self.path):

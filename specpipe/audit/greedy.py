@@ -40,7 +40,7 @@ class GreedyIdentity:
         self, verifier: Any, settings: GenerationSettings, stop_ids: frozenset[int], width: int | None = None
     ) -> None:
         self._verifier, self._settings, self._stop_ids, self._width = verifier, settings, stop_ids, width
-        self._requests = self._tokens = self._ties = 0
+        self._requests = self._tokens = 0
         self._moved = 0.0
         self._differences: list[dict[str, Any]] = []
         self._leads: list[tuple[float, float]] = []  # of each place: gap of the two best, margin of rounding

@@ -42,7 +42,7 @@ def judge_on_device(sampler: Any, sequences: list[Sequence], draft: Draft, logit
         k = draft.lengths[b]
         x = draft.tokens[b, :k].to(table.device)
         p = _all_rows(logits[b], sequence, x)
-        q = None if draft.probs is None else draft.probs[b, :k].to(table.device)
+        q = None if (law := draft.law(b)) is None else law.to(table.device)
         u, v = sequence.chance.uniforms(k)
         u_v = torch.tensor([*u, v], dtype=torch.float64, device=table.device)
         table[b, :2] = sampler.accept_on_device(x, p, q, u_v[:k], u_v[k])

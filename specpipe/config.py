@@ -60,6 +60,7 @@ class PipelineSchema:
     proposer: Any = MISSING
     verifier: Any = MISSING
     sampler: Any = MISSING
+    draft_length: Any = MISSING
     generation: Any = MISSING
     prompts: Any = MISSING
     wandb: Any = MISSING

@@ -22,12 +22,14 @@ class Draft:
             deterministic (q is one-hot at the token). That each token was drawn from exactly its row is a contract:
             the output law is only right if it holds.
         sources: for proposers made of several, who drafted each row; counted separately.
+        drawn: where only some rows have a q, whether each has; the others are deterministic as if `probs` were None.
     """
 
     tokens: Tensor
     lengths: list[int]
     probs: Tensor | None = None
     sources: Sequence[str | None] | None = None
+    drawn: Sequence[bool] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:
@@ -35,6 +37,24 @@ class Draft:
         longest = max((len(row) for row in rows), default=0)
         padded = [[*row, *[0] * (longest - len(row))] for row in rows]
         return cls(torch.tensor(padded, dtype=torch.long, device=device), [len(row) for row in rows])
+
+    @classmethod
+    def joined(
+        cls,
+        rows: Sequence[tuple[Sequence[int], Tensor | None]],
+        vocabulary: int,
+        sources: Sequence[str | None] | None = None,
+    ) -> Draft:
+        """One draft from rows as `row` gives them, (tokens, q [k, V] or None), over `vocabulary` ids."""
+        plain = cls.of([x for x, _ in rows])
+        some = next((q for _, q in rows if q is not None), None)
+        if some is None:
+            return cls(plain.tokens, plain.lengths, None, sources)
+        probs = some.new_zeros(*plain.tokens.shape, vocabulary)
+        for b, (x, q) in enumerate(rows):
+            if q is not None:
+                probs[b, : len(x)] = q
+        return cls(plain.tokens, plain.lengths, probs, sources, [q is not None for _, q in rows])
 
     def fault(self, asked: Sequence[int], vocabulary: int) -> str | None:
         """What is wrong with an answer to `asked` lengths, for a target of so many ids; None if nothing is.
@@ -65,8 +85,14 @@ class Draft:
     def row(self, b: int) -> tuple[list[int], Tensor | None]:
         """Row b as (tokens, q): a list of k tokens, and q [k, V] or None."""
         k = self.lengths[b]
-        return self.tokens[b, :k].tolist(), None if self.probs is None else self.probs[b, :k]
+        return self.tokens[b, :k].tolist(), self.law(b)
+
+    def law(self, b: int) -> Tensor | None:
+        """q of row b, [k, V]; None if it is deterministic."""
+        if self.probs is None or (self.drawn is not None and not self.drawn[b]):
+            return None
+        return self.probs[b, : self.lengths[b]]
 
 
 class ContractError(RuntimeError):
-    """A proposer broke its contract: more tokens than asked, an id the target lacks, a token its q gives no mass."""
+    """A proposer broke its contract (too many tokens, an id the target lacks, no mass in q), or a policy its own."""

@@ -14,6 +14,7 @@ from specpipe.acceptance import Verdict, decides_on_device, draft_logprobs, emit
 from specpipe.chance import Chance
 from specpipe.clock import StepClock
 from specpipe.draft import ContractError, Draft
+from specpipe.draft_length import DraftLength, Fixed
 from specpipe.errors import UserError, integer
 from specpipe.proposers import Proposer
 from specpipe.samplers import Sampler
@@ -32,6 +33,7 @@ class Pipeline:
         sampler: who accepts.
         settings: how tokens are drawn and when a request ends.
         num_speculative_tokens: gamma, the longest draft of a step; 0 is plain decoding.
+        draft_length: how many of them each step asks for; all, if None.
         seed: of the run; a request's randomness depends on it and on the request alone.
         chat: apply the tokenizer's chat template; None applies it if there is one.
         score_drafts: note each draft's probability under target and proposer, `Step.log_p` and `log_q`; the laws behind
@@ -46,6 +48,7 @@ class Pipeline:
         sampler: Sampler,
         settings: GenerationSettings,
         num_speculative_tokens: int = 5,
+        draft_length: DraftLength | None = None,
         seed: int = 0,
         chat: bool | None = None,
         score_drafts: bool = False,
@@ -55,10 +58,13 @@ class Pipeline:
         self.sampler = sampler
         self.settings = settings
         self.gamma = integer("num_speculative_tokens", num_speculative_tokens, 0)
+        self.draft_length = draft_length or Fixed()
         self.seed = integer("seed", seed, 0)
         self.score_drafts = score_drafts
         _refuse_foreign_ids(settings, verifier.target)
         bind(proposer, verifier.target)
+        if hasattr(proposer, "attach"):
+            proposer.attach(verifier)
         self.text = TextCodec(verifier.target.tokenizer, chat)
 
     def step(self, sequences: list[Sequence]) -> list[Step]:
@@ -66,21 +72,21 @@ class Pipeline:
         clock = StepClock(self.verifier.device)
         first = not sequences[0].steps  # this pass also reads the prompt
         with clock.part("draft"):
-            k = [sequence.room(self.gamma) for sequence in sequences]
+            k = self._lengths(sequences)
             draft = self._checked(self.proposer.propose(sequences, k), k)  # x [B, K] ~ q [B, K, V]
         with clock.part("prefill" if first else "verify"):
             logits = self.verifier.score(sequences, draft)  # B x [k + 1, V]
         with clock.part("accept"):
             verdicts = self._accept(sequences, draft, logits)  # B x (x_1 .. x_n, y; beta_1 .. beta_n+1)
         steps = [
-            sequence.commit(block, k, betas, prefill=first)
-            for sequence, k, (block, betas) in zip(sequences, draft.lengths, verdicts, strict=True)
+            sequence.commit(block, drafted, betas, prefill=first)
+            for sequence, drafted, (block, betas) in zip(sequences, draft.lengths, verdicts, strict=True)
         ]
         self.verifier.roll_back(sequences)
         self._report(sequences, steps, draft, logits)
         seconds = clock.stop()
         for b, step in enumerate(steps):
-            step.has_q, step.seconds, step.rows = draft.probs is not None, seconds, len(sequences)
+            step.asked, step.has_q, step.seconds, step.rows = k[b], draft.law(b) is not None, seconds, len(sequences)
             step.source = draft.sources[b] if draft.sources else None
         return steps
 
@@ -173,6 +179,14 @@ class Pipeline:
                 step.logprobs = emitted_logprobs(sequence, step, rows)
             if self.score_drafts:
                 step.log_p, step.log_q = draft_logprobs(sequence, step, draft, b, rows)
+
+    def _lengths(self, sequences: list[Sequence]) -> list[int]:
+        """At most how many tokens to draft for each request: what the policy wants and the request has room for."""
+        wanted = self.draft_length.choose(sequences, self.gamma)
+        if len(wanted) != len(sequences) or not all(0 <= length <= self.gamma for length in wanted):
+            name = type(self.draft_length).__name__
+            raise ContractError(f"{name} chose {wanted} for {len(sequences)} requests and at most {self.gamma} tokens")
+        return [sequence.room(length) for sequence, length in zip(sequences, wanted, strict=True)]
 
     def _checked(self, draft: Draft, asked: list[int]) -> Draft:
         """The draft, if it keeps the proposer's contract as far as that can be seen."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specpipe.errors import UserError, flag, integer
 from specpipe.paths import from_start
@@ -18,18 +19,25 @@ DEMO = Path(__file__).with_name("demo.jsonl")
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts to decode, and whether they go through the chat template (None: if the model has one)."""
+    """Texts to decode, and whether they go through the chat template (None: if the model has one).
+
+    categories: of each text, where the source names one; results are then also summed up by category.
+    """
 
     texts: list[str]
     chat: bool | None = None
+    categories: list[str | None] | None = None
 
 
-def jsonl(*, path: str | Path, limit: int | None = None, chat: bool | None = None) -> Prompts:
+def jsonl(
+    *, path: str | Path, limit: int | None = None, per_category: int | None = None, chat: bool | None = None
+) -> Prompts:
     """One JSON object a line, with `prompt` (a text) or `turns` (a list of texts, the first is decoded).
 
     Args:
         path: of the file, relative to the folder the command was started in.
         limit: take only the first so many; what follows is not read.
+        per_category: take only the first so many of each value of the field `category`.
         chat: apply the chat template; None if there is one.
 
     Raises:
@@ -37,19 +45,21 @@ def jsonl(*, path: str | Path, limit: int | None = None, chat: bool | None = Non
     """
     if not isinstance(path, (str, Path)):
         raise UserError(f"{path!r} is not the path of a file.", key="path")
-    if limit is not None:
-        integer("limit", limit, 1)
+    for key, value in (("limit", limit), ("per_category", per_category)):
+        if value is not None:
+            integer(key, value, 1)
     file = from_start(path)
     try:
         with file.open(encoding="utf-8-sig") as lines:
-            texts = list(islice(_texts(lines, file.name), limit))
+            rows = list(islice(_some_of_each(_rows(lines, file.name), per_category, file.name), limit))
     except UnicodeDecodeError as error:
         raise UserError(f"{str(path)!r} is not UTF-8 text.", key="path") from error
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be read: {error.strerror or error}.", key="path") from error
-    if not texts:
+    if not rows:
         raise UserError(f"{str(path)!r} holds no prompts.", key="path")
-    return Prompts(texts, _chat(chat))
+    categories = [row.category for row in rows]
+    return Prompts([row.text for row in rows], _chat(chat), categories if any(categories) else None)
 
 
 def demo(*, limit: int | None = None, chat: bool | None = None) -> Prompts:
@@ -78,13 +88,30 @@ def _standard_input() -> str:
     return text.replace("\r\n", "\n").removesuffix("\n")
 
 
-def _texts(lines: Iterable[str], name: str) -> Iterator[str]:
+class _Row(NamedTuple):
+    text: str
+    category: str | None
+
+
+def _some_of_each(rows: Iterable[_Row], count: int | None, name: str) -> Iterator[_Row]:
+    """The first `count` rows of each category; all rows if None."""
+    seen: Counter[str] = Counter()
+    for row in rows:
+        if count is not None:
+            if row.category is None:
+                raise UserError(f"{name} has rows without a 'category'.", key="per_category")
+            seen[row.category] += 1
+        if count is None or seen[row.category or ""] <= count:
+            yield row
+
+
+def _rows(lines: Iterable[str], name: str) -> Iterator[_Row]:
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield _text(line, f"{name}, line {number}")
+            yield _row(line, f"{name}, line {number}")
 
 
-def _text(line: str, where: str) -> str:
+def _row(line: str, where: str) -> _Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -92,7 +119,8 @@ def _text(line: str, where: str) -> str:
     text = _prompt_of(row) if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise UserError(f"{where}: has neither a text 'prompt' nor a list of texts 'turns'.", key="path")
-    return _encodable(text, where, "path")
+    category = row.get("category")
+    return _Row(_encodable(text, where, "path"), None if category is None else str(category))
 
 
 def _prompt_of(row: dict[str, Any]) -> Any:

@@ -76,6 +76,7 @@ class RunFolder:
             line = {
                 "request": request,
                 "step": number,
+                "asked": step.asked,
                 "drafted": step.drafted,
                 "accepted": step.accepted,
                 "token_ids": step.tokens,

@@ -28,17 +28,19 @@ class TokenLogprobs:
 class Step:
     """One propose - verify - accept round. Counts are those of what was emitted (theory.md section 1).
 
-    drafted (k_s) tokens were scored, the first `accepted` (N_s) of them emitted, then `extra` (0 or 1) more.
-    `overlaps` holds sum_x min(p, q) of each verified position; `has_q`: the draft came with the laws it was drawn from;
-    `logprobs` has an entry per emitted token where they were asked for, `log_p` and `log_q` one per draft (natural
-    logarithms of its probability under target and proposer); `seconds` is the time by part of the pass, which `rows`
-    requests shared; `source` names the member that drafted, where a proposer has several.
+    `asked` is what the proposer was allowed; drafted (k_s) tokens were scored, the first `accepted` (N_s) of them
+    emitted, then `extra` (0 or 1) more. `overlaps` holds sum_x min(p, q) of each verified position; `has_q`: the draft
+    came with the laws it was drawn from; `logprobs` has an entry per emitted token where they were asked for, `log_p`
+    and `log_q` one per draft (natural logarithms of its probability under target and proposer); `seconds` is the time
+    by part of the pass, which `rows` requests shared; `source` names the member that drafted, where a proposer has
+    several.
     """
 
     drafted: int
     accepted: int
     tokens: list[int]
     overlaps: list[float]
+    asked: int = 0
     prefill: bool = False
     has_q: bool = False
     logprobs: list[TokenLogprobs] | None = None
@@ -123,7 +125,7 @@ class Sequence:
                 break
         accepted = min(len(block) - 1, len(emitted))
         verified = min(drafted, len(emitted))
-        self.steps.append(Step(drafted, accepted, emitted, list(overlaps[:verified]), prefill))
+        self.steps.append(Step(drafted, accepted, emitted, list(overlaps[:verified]), prefill=prefill))
         return self.steps[-1]
 
     def _stops(self, token: int) -> bool:

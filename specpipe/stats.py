@@ -76,6 +76,7 @@ def summarise(requests: Items[Items[Step]], gamma: int) -> dict[str, Any]:
         "spec_decode": spec_decode(steps, gamma),
         "alpha": {"mean": mean, "low": low, "high": high},
         "cost_ratio": cost_ratio(steps),
+        "asked_histogram": [sum(step.asked == k for step in steps) for k in range(gamma + 1)],
     }
 
 

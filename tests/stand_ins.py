@@ -43,18 +43,37 @@ def _peak(size: int, best: int) -> Tensor:
     return logits
 
 
-class TableModel(nn.Module):
-    """A causal LM of `transformers`' shape with one attention layer whose keys are the ids themselves."""
+class TableLayer(nn.Module):
+    """An attention layer whose keys are the ids themselves; `rule` turns those it sees into logits."""
 
-    def __init__(self, rule: Rule, size: int, context: int | None = None, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, index: int, rule: Rule) -> None:
+        super().__init__()
+        self.index, self.rule = index, rule
+
+
+class TableModel(nn.Module):
+    """A causal LM of `transformers`' shape: its logits are the sum of its layers'."""
+
+    base_model_prefix = "model"
+
+    def __init__(
+        self, rule: Rule, size: int, context: int | None = None, dtype: torch.dtype = torch.float64, *more: Rule
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.config: Any = SimpleNamespace(
-            num_hidden_layers=1, vocab_size=size, max_position_embeddings=context, eos_token_id=None
+            num_hidden_layers=1 + len(more), vocab_size=size, max_position_embeddings=context, eos_token_id=None
         )
         self.config.get_text_config = lambda: self.config
-        self.rule, self.size, self.dtype = rule, size, dtype
+        self.model: Any = nn.Module()
+        self.model.config = self.config
+        self.model.layers = nn.ModuleList(TableLayer(i, each) for i, each in enumerate((rule, *more)))
+        self.size, self.dtype = size, dtype
         self.calls: list[SimpleNamespace] = []
+
+    @property
+    def base_model(self) -> Any:
+        return self.model
 
     def forward(
         self,
@@ -66,11 +85,10 @@ class TableModel(nn.Module):
         logits_to_keep: int | Tensor = 0,
     ) -> Any:
         rows, width = input_ids.shape
-        seen = input_ids
+        seen = [input_ids for _ in self.model.layers]
         if cache is not None:
             entries = torch.stack([input_ids, position_ids], -1).double()[:, None]  # [R, 1, W, 2]
-            seen, _ = cache.update(entries, entries, 0)
-            assert (seen[..., 0] == seen[..., 0].round()).all()
+            seen = [cache.update(entries, entries, layer.index)[0] for layer in self.model.layers]
         if attention_mask is None:
             attention_mask = torch.ones(width, width, dtype=torch.bool).tril().expand(rows, 1, -1, -1)
         self.calls.append(
@@ -82,7 +100,9 @@ class TableModel(nn.Module):
             for i, column in enumerate(keep):
                 if cache is not None and column and position_ids[b, column] == position_ids[b, column - 1]:
                     continue  # padding behind a shorter row
-                logits[b, i] = self.rule(self._visible(seen, attention_mask[b, 0, column], b, cache is not None))
+                mask = attention_mask[b, 0, column]
+                for layer, entries in zip(self.model.layers, seen, strict=True):
+                    logits[b, i] += layer.rule(self._visible(entries, mask, b, cache is not None))
         return SimpleNamespace(logits=logits)
 
     def _visible(self, seen: Tensor, mask: Tensor, b: int, cached: bool) -> list[int]:
@@ -151,3 +171,43 @@ def greedy(rule: Rule, prompt: list[int], n: int) -> list[int]:
     for _ in range(n):
         ids.append(int(rule(ids).argmax()))
     return ids[len(prompt) :]
+
+
+def small(kind: str, **config: Any) -> Any:
+    """A random model of `transformers`, a few kilobytes in float64, always the same one."""
+    import transformers
+
+    common = {"vocab_size": 61, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    common |= {"GPT2": {"n_embd": 32, "n_head": 2, "n_positions": 64}}.get(
+        kind,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        },
+    )
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{kind}Config")(**common | config)
+    name = {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind.removesuffix('Text')}ForCausalLM")
+    return getattr(transformers, name)(made).double().eval()
+
+
+def sharpened(model: Any) -> Any:
+    """The same model with weights large enough for attention to decide what comes next."""
+    for weight in model.parameters():
+        weight.data *= 4 if weight.dim() > 1 else 1
+    return model
+
+
+def uncached(model: Any, ids: list[int]) -> Tensor:
+    """[n, V] from the model's own forward, which makes its own masks."""
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+def own_greedy(model: Any, prompt: list[int], n: int) -> list[int]:
+    """Plain greedy decoding by a model's own forward, without any cache."""
+    return greedy(lambda ids: uncached(model, ids)[-1], prompt, n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ import torch
 import specpipe
 from specpipe.audit.exact import largest_difference, output_law, target_law
 from specpipe.audit.tables import Rule, table
+from specpipe.chance import Chance
 from specpipe.draft import Draft
 from specpipe.errors import UserError
 from specpipe.pipeline import Pipeline
-from specpipe.proposers.draft import DraftModel, refuse_other_tokenizer
-from specpipe.proposers.layer_skip import LayerSkip
+from specpipe.proposers.draft import DraftModel
 from specpipe.proposers.model import ModelProposer
 from specpipe.samplers.block import Block
 from specpipe.samplers.rejection import Rejection
@@ -164,7 +165,89 @@ def test_wrong_values_are_named(wrong: dict[str, Any]) -> None:
         Drafting(P, V, **wrong)
 
 
-# ---- a model from a directory, layers of the target ----
+def test_accepted_guesses_are_not_read_again() -> None:
+    """Behind a block that was kept whole, its last guess and the bonus token are all that is new."""
+    rule = context(11)
+    proposer = Drafting(rule, 11)
+    steps_of(pipeline_of(rule, 11, proposer, gamma=3, max_new_tokens=12), [1, 2, 3])
+    assert [len(call.ids[0]) for call in proposer.drafter.calls] == [3, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+# ---- behind tokens that are not committed ----
+
+
+def alone(rule: Rule, tokens: list[int]) -> list[float]:
+    """The law of the first draft behind `tokens`, by a model that has read nothing else."""
+    return laws_of(bound(rule), [request(tokens)], [[]], [1])[0][0]
+
+
+def bound(rule: Rule) -> Drafting:
+    proposer = Drafting(rule, 11)
+    proposer.bind(SimpleNamespace(vocabulary=11))
+    return proposer
+
+
+def request(tokens: list[int], **asked: Any) -> Sequence:
+    return Sequence(tokens, GenerationSettings(temperature=1.0, **asked), stop_ids=[10], chance=Chance(0))
+
+
+def laws_of(
+    proposer: ModelProposer, sequences: list[Sequence], given: list[list[int]], lengths: list[int]
+) -> list[list[list[float]]]:
+    draft = proposer.extend(sequences, given, lengths)
+    assert draft.lengths == [k if 10 not in x else 0 for x, k in zip(given, lengths, strict=True)]
+    return [[] if q is None else q.tolist() for _, q in (draft.row(b) for b in range(len(sequences)))]
+
+
+@pytest.fixture
+def endless() -> Rule:
+    """Table laws that never draw the stop id, 10."""
+    rule = table(11, seed=2, zeros=0)
+    return lambda ids: rule(ids).index_fill(0, torch.tensor(10), -torch.inf)
+
+
+def test_guesses_of_a_step_that_others_finished_are_forgotten(endless: Rule) -> None:
+    """A cascade asks another member in between: by then the text is longer than what the model had guessed."""
+    proposer, sequence = bound(endless), request([1, 2, 3])
+    drafted = proposer.propose([sequence], [3]).tokens[0].tolist()
+    wrong = [(token + 1) % 10 for token in drafted]
+    sequence.commit([*wrong, 4, 5], 0, [])
+    assert laws_of(proposer, [sequence], [[]], [2])[0][0] == alone(endless, sequence.tokens)
+
+
+def test_extending_is_proposing_behind_tokens_as_if_they_were_committed(endless: Rule) -> None:
+    """Ragged rows, one of which has ended; what was given is forgotten with the next read, accepted or not."""
+    proposer = bound(endless)
+    sequences, given, lengths = (
+        [request(x) for x in ([1, 2], [3], [4, 5, 6], [7])],
+        [[8, 9], [], [1], [2, 10]],
+        [3, 2, 1, 4],
+    )
+    laws = laws_of(proposer, sequences, given, lengths)
+    for sequence, x, law in zip(sequences, given, laws, strict=True):
+        assert law == [] if 10 in x else law[0] == alone(endless, [*sequence.tokens, *x])
+    sequences[0].commit([8, 3], 2, [])
+    again = laws_of(proposer, sequences, [[], [4, 4], [], []], [1, 1, 1, 1])
+    assert again == [[alone(endless, tokens)] for tokens in ([1, 2, 8, 3], [3, 4, 4], [4, 5, 6], [7])]
+
+
+def test_extending_sees_the_given_tokens_in_the_settings(endless: Rule) -> None:
+    proposer = bound(endless)
+    settings = {"frequency_penalty": 1e9}
+    draft = proposer.extend([request([1], **settings)], [[2, 3]], [1])
+    assert draft.probs is not None
+    assert (draft.probs[0, 0, [2, 3]] == 0).all()
+
+
+def test_extending_leaves_room_for_the_given_tokens() -> None:
+    rule = context(11)
+    proposer = Drafting(rule, 11, context=8)
+    proposer.bind(SimpleNamespace(vocabulary=11))
+    assert proposer.extend([request([1, 2, 3, 4])], [[5, 6]], [9]).lengths == [3]
+    assert proposer.extend([request([1, 2, 3, 4])], [[5, 6, 7, 8, 9]], [9]).lengths == [0]
+
+
+# ---- a model from a directory ----
 
 
 @pytest.fixture(scope="module")
@@ -191,48 +274,29 @@ def test_a_draft_that_is_no_model_is_named(tmp_path: Path) -> None:
         specpipe.load(*TINY, "proposer=draft", f"proposer.model={tmp_path}")
 
 
-def test_another_tokenizer_is_refused_by_the_first_token_that_differs() -> None:
-    """C18 (c): maps are compared, not sizes."""
-
-    class Tokens:
-        def __init__(self, *tokens: str) -> None:
-            self.tokens = tokens
-
-        def get_vocab(self) -> dict[str, int]:
-            return {token: i for i, token in enumerate(self.tokens)}
-
-    refuse_other_tokenizer(Tokens("a", "b"), Tokens("a", "b"), "big", "small")
-    with pytest.raises(UserError, match="small has another tokenizer than big: 'b' is 1 there and 2 here"):
-        refuse_other_tokenizer(Tokens("a", "b", "c"), Tokens("a", "c", "b"), "big", "small")
-
-
-def test_all_layers_are_the_target_and_fewer_are_a_draft() -> None:
-    whole = specpipe.load(*TINY, "proposer=layer_skip", "proposer.layers=2")
-    assert whole.generate("hello")[0].alpha == pytest.approx(1, abs=1e-4)
-    part = specpipe.load(*TINY, "proposer=layer_skip", "proposer.layers=[1]")
-    alpha = part.generate("hello")[0].alpha
-    assert alpha is not None
-    assert 0 < alpha < 0.99
-
-
-def test_the_target_is_left_as_it_is() -> None:
-    """Its layers are shared, not taken out."""
-    target = tiny(device="cpu")
-    ids = torch.tensor([[1, 2, 3]])
-    before = target.model(input_ids=ids).logits
-    proposer = LayerSkip(layers=1)
-    proposer.bind(target)
-    assert torch.equal(target.model(input_ids=ids).logits, before)
-    assert len(target.model.model.layers) == 2
-    assert proposer._reader.model.model.layers[0] is target.model.model.layers[0]
-
-
-@pytest.mark.parametrize("layers", [0, 3, [1, 0], [], [0, 0], "all", [0, 2]])
-def test_layers_that_the_target_lacks_are_refused(layers: Any) -> None:
-    with pytest.raises(UserError, match="layers"):
-        LayerSkip(layers=layers).bind(tiny(device="cpu"))
-
-
 def test_a_draft_model_checks_its_values_before_it_loads() -> None:
     with pytest.raises(UserError, match="prepack"):
         DraftModel(model="no/such", prepack="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"quantize": "int4"}, {"quantize": "int8", "dtype": "float32"}])
+def test_weights_in_eight_bits_that_do_not_work_are_refused_before_anything_is_loaded(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="quantize: "):
+        DraftModel(model="no/such", **wrong)
+
+
+def test_weights_in_eight_bits_are_refused_on_another_device() -> None:
+    target = SimpleNamespace(model=torch.nn.Linear(1, 1, device="meta"))
+    with pytest.raises(UserError, match=r"^quantize: int8 weights work on a CPU, and the target is on meta"):
+        DraftModel(model="no/such", quantize="int8").bind(target)  # type: ignore[arg-type]
+
+
+def test_a_draft_in_eight_bits_is_close_to_the_target_and_drawn_from_its_own_law(directory: Path) -> None:
+    asked = (*TINY, "proposer=draft", f"proposer.model={directory}")
+    pipeline = specpipe.load(*asked, "proposer.quantize=int8")
+    kinds = [type(part).__name__ for part in pipeline.proposer._reader.model.modules()]  # type: ignore[attr-defined]
+    assert kinds.count("Int8Linear") == 14
+    done, full = pipeline.generate("hello")[0], specpipe.load(*asked).generate("hello")[0]
+    assert done.alpha is not None
+    assert full.alpha is not None
+    assert 0.9 < done.alpha < full.alpha <= 1

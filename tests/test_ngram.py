@@ -7,6 +7,7 @@ import random
 import pytest
 
 from specpipe.chance import Chance
+from specpipe.draft import Draft
 from specpipe.errors import UserError
 from specpipe.proposers.ngram import NgramIndex, NgramProposer
 from specpipe.sequence import Sequence
@@ -46,6 +47,16 @@ def test_a_proposal_ends_behind_a_stop(stop: tuple[int, ...], wanted: list[int])
     assert propose([1, 2, 9, 4, 1, 2], stop=stop, max_ngram=2, min_ngram=2) == wanted
 
 
+class Keeping(NgramProposer):
+    """Reads drafts into its index."""
+
+    def extend(self, sequences: list[Sequence], drafts: list[list[int]], lengths: list[int]) -> Draft:
+        answer = super().extend(sequences, drafts, lengths)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            self._indexes[sequence].catch_up([*sequence.tokens, *draft])
+        return answer
+
+
 def test_no_memory_between_requests() -> None:
     """C40: two requests through one proposer give what two fresh ones give."""
     one = NgramProposer()
@@ -65,8 +76,25 @@ def test_the_growing_index_finds_what_a_rescan_finds() -> None:
         for _ in range(20):
             tokens.extend(source.choices(range(4), k=source.randint(1, 4)))
             index.catch_up(tokens)
-            assert index.continuation(tokens, 4) == rescan(tokens, 3, 4)
+            assert index.continuation(tokens, [], 4) == rescan(tokens, 3, 4)
         assert tokens.sliced <= 3 * len(tokens) + 2 * 3 * 20 + 20
+
+
+@pytest.mark.parametrize("proposer", [NgramProposer, Keeping])
+def test_an_extension_is_what_would_be_proposed_had_the_draft_been_committed(proposer: type[NgramProposer]) -> None:
+    """And the index stays that of the text alone; one that reads the draft is noticed."""
+    source, kept = random.Random(9), 0
+    for _ in range(200):
+        text, draft = (
+            source.choices(range(4), k=source.randint(1, 12)),
+            source.choices(range(4), k=source.randint(0, 6)),
+        )
+        asked, sequence = proposer(), Sequence(text, GenerationSettings(), chance=Chance(0))
+        assert asked.extend([sequence], [draft], [5]).row(0)[0] == rescan([*text, *draft], 3, 5)
+        index = NgramIndex(1, 3)
+        index.catch_up(text)
+        kept += vars(asked._indexes[sequence]) != vars(index)
+    assert (kept == 0) is (proposer is NgramProposer)
 
 
 class Counting(list[int]):

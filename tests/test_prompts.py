@@ -47,6 +47,21 @@ def test_limit_stops_reading(tmp_path: Path) -> None:
     assert prompts.jsonl(path=file, limit=1).texts == ["one"]
 
 
+def test_some_rows_of_each_category(tmp_path: Path) -> None:
+    rows = [{"turns": [f"{c}{i}"], "category": c} for i in range(3) for c in "ab"]
+    file = write(tmp_path, *map(json.dumps, rows))
+    some = prompts.jsonl(path=file, per_category=2)
+    assert some.texts == ["a0", "b0", "a1", "b1"]
+    assert some.categories == ["a", "b", "a", "b"]
+    assert prompts.jsonl(path=file, per_category=2, limit=3).texts == ["a0", "b0", "a1"]
+
+
+def test_rows_without_a_category_cannot_be_counted_by_it(tmp_path: Path) -> None:
+    file = write(tmp_path, '{"prompt": "one"}')
+    assert prompts.jsonl(path=file).categories is None
+    assert refusal(file, per_category=1).startswith("per_category: ")
+
+
 def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     assert prompts.jsonl(path=write(tmp_path, '{"prompt": "one"}', encoding="utf-8-sig")).texts == ["one"]
 

@@ -87,7 +87,7 @@ def test_saving_takes_a_small_part_of_the_time_however_much_there_is(
 
 def test_trace_has_one_line_per_step_and_is_not_there_unless_asked_for(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "with", trace=True)
-    step = Step(drafted=2, accepted=1, tokens=[4, 5], overlaps=[0.5, float("nan")], seconds={"draft": 0.25})
+    step = Step(2, 1, [4, 5], [0.5, float("nan")], asked=3, seconds={"draft": 0.25})
     folder.step(0, 0, step)
     folder.step(0, 1, step)
     assert folder.finish() is None
@@ -96,6 +96,7 @@ def test_trace_has_one_line_per_step_and_is_not_there_unless_asked_for(tmp_path:
     assert lines[0] == {
         "request": 0,
         "step": 0,
+        "asked": 3,
         "drafted": 2,
         "accepted": 1,
         "token_ids": [4, 5],

@@ -38,13 +38,13 @@ class Watched:
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         draft = self.__wrapped__.propose(sequences, lengths)
-        if draft.probs is None:
-            self._deterministic += sum(draft.lengths)
-            return draft
         for b in range(len(draft.lengths)):
             x, q = draft.row(b)
+            if q is None:
+                self._deterministic += len(x)
+                continue
             for i, token in enumerate(x):
-                if q is not None and q[i].sum() > 0:
+                if q[i].sum() > 0:
                     self._uniforms.add(token, q[i] / q[i].sum(), None)
         return draft
 

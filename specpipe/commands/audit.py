@@ -46,7 +46,16 @@ from specpipe.stats import completion, summarise
 WRONG_INPUT, CRASHED = 2, 70  # the latter as EX_SOFTWARE of sysexits.h
 EXIT_CODES = {LOSSLESS: 0, BIASED: 1, TOO_LITTLE: 3}
 # What describes how we decode says nothing about a file of another engine's output.
-OURS_ALONE = ("proposer", "sampler", "num_speculative_tokens", "prompts", "prompt", "tokens", "greedy_tokens")
+OURS_ALONE = (
+    "proposer",
+    "sampler",
+    "num_speculative_tokens",
+    "draft_length",
+    "prompts",
+    "prompt",
+    "tokens",
+    "greedy_tokens",
+)
 
 
 def run(config: DictConfig) -> int:

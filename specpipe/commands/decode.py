@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from specpipe.commands.parts import INTERRUPTED, OUTPUT_CLOSED, build_pipeline, 
 from specpipe.config import build, plain
 from specpipe.console import OutputClosed
 from specpipe.pipeline import Pipeline
+from specpipe.prompts import Prompts
 from specpipe.results import RunFolder, undisturbed
 from specpipe.sequence import Sequence, Step
 from specpipe.stats import completion, expected_by_rule, spec_decode, summarise
@@ -32,18 +34,19 @@ def run(config: DictConfig) -> int:
     pipeline = build_pipeline(config)
     sequences = pipeline.sequences(asked.texts)
     constant = head("decode", pipeline, settled, hydra.choices) | {"batch_size": config.batch_size}
-    folder = RunFolder(Path(hydra.output_dir), constant, lambda: _summary(pipeline, sequences), trace=config.trace)
+    summary = partial(_summary, pipeline, asked, sequences)
+    folder = RunFolder(Path(hydra.output_dir), constant, summary, trace=config.trace)
     tracker.start("decode", settled, folder.folder)
     view = DecodeView(len(sequences))
     code = 1
     try:
         with view:
             decoded = _one_by_one if config.batch_size == 1 else _together
-            for number, record in decoded(pipeline, asked.texts, sequences, config.batch_size, folder, view):
+            for number, record in decoded(pipeline, asked, sequences, config.batch_size, folder, view):
                 tracker.log_request(number, record, pipeline.gamma)
-        summary = _summary(pipeline, sequences)
-        view.summary(summary)
-        if note := _rule_note(summary["steps_by_rule"]):
+        measured = summary()
+        view.summary(measured)
+        if note := _rule_note(measured["steps_by_rule"]):
             view.note(note)
         code = 0
     except OutputClosed:
@@ -60,23 +63,23 @@ Records = Iterator[tuple[int, dict[str, Any]]]  # a request's number and its rec
 
 
 def _one_by_one(
-    pipeline: Pipeline, texts: list[str], sequences: list[Sequence], _: int, folder: RunFolder, view: DecodeView
+    pipeline: Pipeline, asked: Prompts, sequences: list[Sequence], _: int, folder: RunFolder, view: DecodeView
 ) -> Records:
     """Each request to its end, shown as it streams; recorded also when it is interrupted."""
-    for number, (text, sequence) in enumerate(zip(texts, sequences, strict=True)):
+    for number, (text, sequence) in enumerate(zip(asked.texts, sequences, strict=True)):
         view.begin(number, text)
         try:
             for piece in pipeline.text.stream(sequence, _traced(pipeline.decode(sequence), number, folder)):
                 view.piece(piece)
         finally:
             with undisturbed():
-                record = _record(pipeline, text, sequence, folder)
+                record = _record(pipeline, asked, number, sequence, folder)
         view.end(record)
         yield number, record
 
 
 def _together(
-    pipeline: Pipeline, texts: list[str], sequences: list[Sequence], size: int, folder: RunFolder, view: DecodeView
+    pipeline: Pipeline, asked: Prompts, sequences: list[Sequence], size: int, folder: RunFolder, view: DecodeView
 ) -> Records:
     """Several requests a pass, each shown when it and those before it are finished."""
     numbers = {id(sequence): number for number, sequence in enumerate(sequences)}
@@ -85,19 +88,19 @@ def _together(
         for sequence, step in pipeline.decode_together(sequences, size):
             folder.step(numbers[id(sequence)], len(sequence.steps) - 1, step)
             while shown < len(sequences) and sequences[shown].finish_reason:
-                text, finished = texts[shown], sequences[shown]
+                number, finished = shown, sequences[shown]
                 shown += 1
-                record = _record(pipeline, text, finished, folder)
-                view.begin(shown - 1, text)
+                record = _record(pipeline, asked, number, finished, folder)
+                view.begin(number, asked.texts[number])
                 for piece in pipeline.text.stream(finished, finished.steps):
                     view.piece(piece)
                 view.end(record)
-                yield shown - 1, record
+                yield number, record
     finally:
         with undisturbed():
-            for text, sequence in zip(texts[shown:], sequences[shown:], strict=True):
+            for number, sequence in enumerate(sequences[shown:], shown):
                 if sequence.steps:
-                    _record(pipeline, text, sequence, folder)
+                    _record(pipeline, asked, number, sequence, folder)
 
 
 def _traced(steps: Iterator[Step], number: int, folder: RunFolder) -> Iterator[Step]:
@@ -106,15 +109,23 @@ def _traced(steps: Iterator[Step], number: int, folder: RunFolder) -> Iterator[S
         yield step
 
 
-def _record(pipeline: Pipeline, text: str, sequence: Sequence, folder: RunFolder) -> dict[str, Any]:
-    record = completion(text, sequence, pipeline.text.answer(sequence), pipeline.gamma).record()
+def _record(pipeline: Pipeline, asked: Prompts, number: int, sequence: Sequence, folder: RunFolder) -> dict[str, Any]:
+    record = completion(asked.texts[number], sequence, pipeline.text.answer(sequence), pipeline.gamma).record()
+    if asked.categories:
+        record["category"] = asked.categories[number]
     folder.request(record)
     return record
 
 
-def _summary(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, Any]:
-    """Over all steps that were measured; a step that was interrupted has no times yet."""
-    summary = summarise([[step for step in s.steps if step.seconds] for s in sequences], pipeline.gamma)
+def _summary(pipeline: Pipeline, asked: Prompts, sequences: list[Sequence]) -> dict[str, Any]:
+    """Over all steps that were measured, and by category where prompts have one."""
+    measured = [[step for step in s.steps if step.seconds] for s in sequences]  # an interrupted step has no times yet
+    summary = summarise(measured, pipeline.gamma)
+    if asked.categories:
+        groups: dict[str, list[list[Step]]] = {}
+        for category, of_request in zip(asked.categories, measured, strict=True):
+            groups.setdefault(category or "none", []).append(of_request)
+        summary["categories"] = {name: summarise(group, pipeline.gamma) for name, group in groups.items()}
     steps = [step for sequence in sequences for step in sequence.steps]
     if members := sorted({step.source for step in steps if step.source}):
         counts = {

@@ -27,6 +27,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
         "settings": build(config.generation, "generation"),
         "proposer": build(config.proposer, "proposer"),
         "sampler": build(config.sampler, "sampler"),
+        "draft_length": build(config.draft_length, "draft_length"),
     }
     target = build(config.target, "target")
     try:
@@ -67,7 +68,7 @@ def head(command: str, pipeline: Pipeline, config: dict[str, Any], choices: Mapp
         "command": command,
         "seed": pipeline.seed,
         "target": pipeline.verifier.target.describe(),
-        **{part: choices.get(part) for part in ("proposer", "sampler", "verifier", "generation")},
+        **{part: choices.get(part) for part in ("proposer", "sampler", "verifier", "draft_length", "generation")},
         "num_speculative_tokens": pipeline.gamma,
         "lossless": bool(getattr(pipeline.sampler, "lossless", False)),
         "config": config,

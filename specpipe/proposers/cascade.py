@@ -1,4 +1,4 @@
-"""Several proposers in order: the first that has a draft for a request drafts for it."""
+"""Several proposers in order: the first that has a draft for a request drafts for it; others may lengthen it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,36 @@ from omegaconf import OmegaConf
 
 from specpipe.config import build, option
 from specpipe.draft import Draft
-from specpipe.errors import UserError
-from specpipe.proposers import Proposer
+from specpipe.errors import UserError, flag
+from specpipe.proposers import Extender, Proposer
 from specpipe.sequence import Sequence
+
+Row = tuple[list[int], torch.Tensor | None]  # a draft of one request, as `Draft.row` gives it
 
 
 class Cascade:
     """Asks its members one after another; each is asked only for the requests that still have no draft.
 
+    With `extend` a member that can is also asked to lengthen the drafts of those before it where there is room, unless
+    they end the text. It goes on from the draft as if that had been committed, so that every token's law is that of its
+    own member behind all tokens before it: the law of the text is kept.
+
+    `Draft.sources` names who drafted first. `summary.members` counts a draft as a whole for that member: the tokens of
+    another behind it are only reached if all of the first one's are accepted.
+
     Args:
         members: options of the group `proposer` by name, or mappings with a `_target_`; cheap and sure ones first.
+        extend: let later members lengthen short drafts. Off, since the drafts of `suffix` end where one more token is
+            not worth its scoring; on, it gives more tokens per pass, and is for members that stop for other reasons.
     """
 
-    def __init__(self, *, members: Items[str | Mapping[str, Any]] = ("suffix", "ngram")) -> None:
+    def __init__(self, *, members: Items[str | Mapping[str, Any]] = ("suffix", "ngram"), extend: bool = False) -> None:
         if isinstance(members, (str, Mapping)) or not isinstance(members, Items) or not members:
             raise UserError(f"{members!r} is not a list of proposers such as [suffix,ngram].", key="members")
         self._members = dict(_member(each, number) for number, each in enumerate(members))
         if len(self._members) < len(members):
             raise UserError(f"{list(members)!r} names one proposer twice.", key="members")
+        self._extends = flag("extend", extend)
 
     def bind(self, target: Any) -> None:
         """Hand the target to the members that want it."""
@@ -40,32 +52,44 @@ class Cascade:
                     raise error.under(f"members[{number}]") from error
         self._size = target.vocabulary
 
+    def attach(self, verifier: Any) -> None:
+        """Hand the verifier to the members that can use it."""
+        for proposer in self._members.values():
+            if hasattr(proposer, "attach"):
+                proposer.attach(verifier)
+
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
-        rows: list[tuple[list[int], torch.Tensor | None]] = [([], None) for _ in sequences]
+        rows: list[Row] = [([], None) for _ in sequences]
         sources: list[str | None] = [None for _ in sequences]
         for name, proposer in self._members.items():
-            waiting = [b for b, (x, _) in enumerate(rows) if not x and lengths[b]]
-            if not waiting:
-                break
-            draft = proposer.propose([sequences[b] for b in waiting], [lengths[b] for b in waiting])
-            for i, b in enumerate(waiting):
-                rows[b] = draft.row(i)
-                sources[b] = name if rows[b][0] else None
-        return self._together(rows, sources)
+            extender = proposer if self._extends and isinstance(proposer, Extender) else None
+            asked = [b for b, (x, _) in enumerate(rows) if len(x) < lengths[b] and (not x or extender)]
+            asked = [b for b in asked if sequences[b].stop_ids.isdisjoint(rows[b][0])]
+            if not asked:
+                continue
+            askers, room = [sequences[b] for b in asked], [lengths[b] - len(rows[b][0]) for b in asked]
+            given = [rows[b][0] for b in asked]
+            draft = extender.extend(askers, given, room) if extender else proposer.propose(askers, room)
+            for i, b in enumerate(asked):
+                if draft.lengths[i]:
+                    sources[b] = sources[b] or name
+                    rows[b] = _in_one(rows[b], draft.row(i))
+        return Draft.joined(rows, self._size, sources)
 
-    def _together(self, rows: list[tuple[list[int], torch.Tensor | None]], sources: list[str | None]) -> Draft:
-        """One draft; beside rows with a q, deterministic ones get theirs, which is one-hot."""
-        plain = Draft.of([x for x, _ in rows])
-        some = next((q for _, q in rows if q is not None), None)
-        if some is None:
-            return Draft(plain.tokens, plain.lengths, None, sources)
-        probs = some.new_zeros(*plain.tokens.shape, self._size)
-        for b, (x, q) in enumerate(rows):
-            if q is None:
-                probs[b, range(len(x)), x] = 1
-            else:
-                probs[b, : len(x)] = q
-        return Draft(plain.tokens, plain.lengths, probs, sources)
+
+def _in_one(row: Row, more: Row) -> Row:
+    """A draft and what lengthens it; beside tokens with a q, deterministic ones get theirs, which is one-hot."""
+    (x, q), (y, r) = row, more
+    if (like := r if q is None else q) is None:
+        return [*x, *y], None
+    return [*x, *y], torch.cat([_one_hot(x, like) if q is None else q, _one_hot(y, like) if r is None else r])
+
+
+def _one_hot(x: list[int], like: torch.Tensor) -> torch.Tensor:
+    """[k, V] for k tokens, of the kind of `like`."""
+    q = like.new_zeros(len(x), like.shape[-1])
+    q[range(len(x)), x] = 1
+    return q
 
 
 def _member(given: Any, number: int) -> tuple[str, Proposer]:

@@ -1,4 +1,8 @@
-"""Self-speculation: the target's own first layers draft (as in LayerSkip, arXiv 2404.16710), without training."""
+"""Self-speculation: the target's own first layers draft (as in LayerSkip, arXiv 2404.16710), without training.
+
+The target's cache holds their keys and values of every committed token already, so they read on behind it and never
+read the prompt. Other choices of layers see other inputs than they do in the target, and keep a cache of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,16 @@ from torch import nn
 
 from specpipe.errors import UserError, integer
 from specpipe.proposers.model import ModelProposer
+from specpipe.sequence import Sequence
+from specpipe.verifier.reader import Borrower, Reader
 from specpipe.verifier.targets import Target
 
 
 class LayerSkip(ModelProposer):
-    """Some of the target's layers with its embedding, final norm and head; a cache of its own for those layers.
+    """Some of the target's layers with its embedding, final norm and head.
+
+    In a pipeline the first layers draft nothing until the target has read the prompt: reading it takes longer than the
+    drafts of one step save.
 
     Args:
         layers: how many of the first layers, or a list of their numbers from 0.
@@ -34,6 +43,16 @@ class LayerSkip(ModelProposer):
         """Share the target's modules. Raises UserError for layers that it does not have."""
         self._use(with_layers(target.model, self.layers), target.vocabulary, target.context)
 
+    def attach(self, verifier: Any) -> None:
+        """Draft behind what the verifier's `reader` has read, if it has one and the layers are the first ones."""
+        reader = getattr(verifier, "reader", None)
+        if isinstance(reader, Reader) and self.layers == list(range(len(self.layers))):
+            self._reader = Borrower(self._reader.model, reader)
+
+    def _room(self, text: Sequence) -> int:
+        unread = isinstance(self._reader, Borrower) and not self._reader.has_read(text)
+        return 0 if unread else super()._room(text)
+
 
 def with_layers(model: Any, layers: list[int]) -> Any:
     """The same modules, weights shared, with some of the layers only; the model itself is left as it is."""
@@ -46,8 +65,21 @@ def with_layers(model: Any, layers: list[int]) -> Any:
         raise UserError(f"the target has no layer {layers[-1]}; its layers end at {count - 1}.", key="layers")
     whole = getattr(body, lists[0])
     setattr(body, lists[0], nn.ModuleList([whole[i] for i in layers]))
+    short.config = body.config = _with_kinds(body.config, layers)
     setattr(short, model.base_model_prefix, body)
     return short
+
+
+def _with_kinds(config: Any, layers: list[int]) -> Any:
+    """The config, its copy if it lists a kind for each layer: the kinds of those `layers` only.
+
+    The number of layers stays: a layer writes to the place in the cache that it has in the whole model.
+    """
+    if not (kinds := getattr(config, "layer_types", None)):
+        return config
+    config = copy.copy(config)
+    config.layer_types = [kinds[i] for i in layers]
+    return config
 
 
 def _shallow(module: nn.Module) -> Any:

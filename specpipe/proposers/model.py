@@ -1,13 +1,16 @@
 """A causal LM drafts: its own cache, its own loop, one pass per drafted token.
 
-What is common to every model that drafts by its own; where the model comes from is the subclasses' matter.
+What is common to every model that drafts by its own; where the model comes from is the subclasses' matter, and whose
+tokens it reads that of `translation.py`.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch import Tensor
 from specpipe.distribution import in_vocabulary, probabilities
 from specpipe.draft import Draft
 from specpipe.errors import choice, number
+from specpipe.proposers.translation import SameTokens, Translation
 from specpipe.sequence import Sequence
 from specpipe.verifier.reader import Reader
 
@@ -37,61 +41,109 @@ class ModelProposer:
         self._warned = False
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
-        rows = [b for b, sequence in enumerate(sequences) if self._room(sequence) > 0]
-        limits = [min(lengths[b], self._room(sequences[b])) for b in rows]
-        laws: list[list[Tensor]] = [[] for _ in sequences]
-        drafts: list[list[int]] = [[] for _ in sequences]
-        if any(limits):
-            self._draft([sequences[b] for b in rows], limits, [drafts[b] for b in rows], [laws[b] for b in rows])
-        draft = Draft.of(drafts)
-        if not any(laws):
-            return draft
-        probs = torch.zeros(*draft.tokens.shape, self._size, dtype=next(law for law in laws if law)[0].dtype)
-        for b, row in enumerate(laws):
-            for i, q in enumerate(row):
-                probs[b, i] = q
-        return Draft(draft.tokens, draft.lengths, probs)
+        return self.extend(sequences, [[] for _ in sequences], lengths)
 
-    def _use(self, model: Any, size: int, context: int | None) -> None:
-        """Draft with `model` for a target of `size` ids; `context` is how many positions the model has."""
+    def extend(self, sequences: list[Sequence], drafts: list[list[int]], lengths: list[int]) -> Draft:
+        """Propose up to `lengths[b]` tokens behind `drafts[b]`, which somebody else guessed and nobody has committed.
+
+        The model reads committed tokens and `drafts` in one pass, and forgets the latter as it does its own guesses.
+
+        Returns:
+            The new tokens only, and their q, under settings that see `drafts` in the prefix; none behind a stop id.
+        """
+        rows = [self._row(*each) for each in zip(sequences, drafts, lengths, strict=True)]
+        if drafting := [row for row in rows if row.limit > 0]:
+            self._draft(drafting)
+        return Draft.joined([(row.drafted, torch.stack(row.laws) if row.laws else None) for row in rows], self._size)
+
+    def _use(self, model: Any, size: int, context: int | None, words: SameTokens | Translation | None = None) -> None:
+        """Draft with `model` for a target of `size` ids.
+
+        Args:
+            model: what drafts.
+            size: ids of the target.
+            context: how many positions the model has.
+            words: how the target's tokens become the model's; None: they are the same.
+        """
         self._reader, self._size, self._context = Reader(model), size, context
+        self._words = words or SameTokens()
+        self._held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # what the reader's rows may hold
 
-    def _draft(
-        self, sequences: list[Sequence], limits: list[int], drafts: list[list[int]], laws: list[list[Tensor]]
-    ) -> None:
-        """Fill `drafts`, and `laws` where tokens are drawn, up to `limits`."""
-        going = set(range(len(sequences)))
-        logits: Any = [rows[-1] for rows in self._reader.read(sequences, Draft.of([[] for _ in sequences]))]
+    def _row(self, sequence: Sequence, given: list[int], length: int) -> _Row:
+        if length == 0 or not sequence.stop_ids.isdisjoint(given):
+            return _Row(sequence, given)
+        text, behind = self._words.follow(sequence, given)
+        limit = min(length, self._room(text) - len(behind)) if text.tokens else 0
+        return _Row(sequence, given, text, behind, limit)
+
+    def _draft(self, rows: list[_Row]) -> None:
+        """Fill the rows up to their limits."""
+        for row in rows:
+            self._forget(row)
+        texts: list[Any] = [row.text for row in rows]
+        logits: Any = [read[-1] for read in self._reader.read(texts, Draft.of([row.behind for row in rows]))]
+        going = set(range(len(rows)))
         while True:
-            for b in sorted(going):
-                if len(drafts[b]) == limits[b] or not self._next(sequences[b], logits[b], drafts[b], laws[b]):
-                    going.discard(b)
-            going = {b for b in going if len(drafts[b]) < limits[b]}
+            going = {b for b in going if self._next(rows[b], logits[b]) and len(rows[b].drafted) < rows[b].limit}
             if not going:
                 return
-            logits = self._reader.extend([drafts[b][-1] if b in going else None for b in range(len(sequences))])
+            own = [self._words.own(row.drafted[-1]) if b in going else None for b, row in enumerate(rows)]
+            for row, token in zip(rows, own, strict=True):
+                if token is not None:
+                    self._held[row.text].append(token)
+            logits = self._reader.extend(own)
 
-    def _next(self, sequence: Sequence, logits: Tensor, draft: list[int], laws: list[Tensor]) -> bool:
-        """Draft one more token, if the model is confident enough. logits: [D] of the model."""
-        settings = sequence.settings
-        q = probabilities(in_vocabulary(logits, self._size), settings, sequence.prefix.then(draft))
+    def _forget(self, row: _Row) -> None:
+        """Keep of the model's cache only what still stands in the text; it may have been idle since its last guess."""
+        tokens = row.text.tokens
+        self._reader.cut(row.text, _agreement(self._held.get(row.text, []), tokens))
+        self._held[row.text] = [*tokens, *row.behind]
+
+    def _next(self, row: _Row, logits: Tensor) -> bool:
+        """Draft one more token, if the model is confident enough; whether to go on. logits: [D] of the model."""
+        settings, draft = row.sequence.settings, row.drafted
+        prefix = row.sequence.prefix.then([*row.given, *draft])
+        q = probabilities(in_vocabulary(logits, self._size, self._words.ids), settings, prefix)
         best = int(q.argmax())
-        if q[best] < self.min_confidence:
-            return False
+        if q[best] < self.min_confidence or (q[best].isnan() and not logits.isnan().any()):
+            return False  # not a number: the request bans all that the model can say
         if self.draw == "argmax" or settings.temperature == 0:
             draft.append(best)
         else:
-            draft.append(sequence.chance.propose(q))
-            laws.append(q)
-        return draft[-1] not in sequence.stop_ids  # nothing is worth guessing behind a stop
+            draft.append(row.sequence.chance.propose(q))
+            row.laws.append(q)
+        return draft[-1] not in row.sequence.stop_ids  # nothing is worth guessing behind a stop
 
-    def _room(self, sequence: Sequence) -> int:
-        """How many tokens the model can draft behind the sequence inside its own context."""
+    def _room(self, text: Any) -> int:
+        """How many tokens the model can draft behind a text in its own tokens, inside its own context."""
         if self._context is None:
             return sys.maxsize
-        room = self._context - len(sequence.tokens) + 1
+        room = self._context - len(text.tokens) + 1
         if room <= 0 and not self._warned:
             self._warned = True
             what = f"the draft's context of {self._context} positions is full; decoding goes on without drafts"
             warnings.warn(what, stacklevel=2)
         return room
+
+
+@dataclass
+class _Row:
+    """A request while tokens are drafted for it.
+
+    `given` stands behind the committed tokens, in the target's ids; `text` and `behind` are what the model reads, in
+    its own; `limit` is how many tokens it may draft, and `drafted` and `laws` are what it did, in the target's ids.
+    """
+
+    sequence: Sequence
+    given: list[int]
+    text: Any = None
+    behind: list[int] = field(default_factory=list)
+    limit: int = 0
+    drafted: list[int] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)
+
+
+def _agreement(a: list[int], b: list[int]) -> int:
+    """Length of the longest common beginning."""
+    n = min(len(a), len(b))
+    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])

@@ -30,14 +30,19 @@ class NgramProposer:
         self._indexes: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
-        return Draft.of([self._propose_one(sequence, k) for sequence, k in zip(sequences, lengths, strict=True)])
+        return self.extend(sequences, [[] for _ in sequences], lengths)
 
-    def _propose_one(self, sequence: Sequence, k: int) -> list[int]:
+    def extend(self, sequences: list[Sequence], drafts: list[list[int]], lengths: list[int]) -> Draft:
+        """As in `Extender`: what `propose` would give behind the drafts, had they been committed."""
+        rows = zip(sequences, drafts, lengths, strict=True)
+        return Draft.of([self._continue(sequence, draft, k) for sequence, draft, k in rows])
+
+    def _continue(self, sequence: Sequence, draft: list[int], k: int) -> list[int]:
         index = self._indexes.get(sequence)
         if index is None:
             index = self._indexes[sequence] = NgramIndex(self.min_ngram, self.max_ngram)
         index.catch_up(sequence.tokens)
-        proposal = index.continuation(sequence.tokens, k)
+        proposal = index.continuation(sequence.tokens, draft, k)
         stop = next((i for i, token in enumerate(proposal) if token in sequence.stop_ids), None)
         return proposal if stop is None else proposal[: stop + 1]  # nothing is worth guessing behind a stop
 
@@ -57,10 +62,20 @@ class NgramIndex:
                     after[tuple(tokens[i - n : i])] = i
         self._read = len(tokens)
 
-    def continuation(self, tokens: Tokens[int], k: int) -> list[int]:
-        """Up to k tokens that followed the longest matching suffix, or [] if none occurred before."""
+    def continuation(self, tokens: Tokens[int], draft: list[int], k: int) -> list[int]:
+        """Up to k tokens that followed the longest matching suffix of text and draft, or [] if none occurred before.
+
+        The draft is searched beside the index, which knows the text alone.
+        """
+        longest = next(iter(self._after))
+        start = max(0, len(tokens) - longest)
+        end = [*tokens[start:], *draft]
         for n, after in self._after.items():
-            i = after.get(tuple(tokens[-n:])) if n <= len(tokens) else None
+            if n > len(end):
+                continue
+            suffix = end[-n:]
+            inside = (i for i in range(len(end) - 1, len(end) - len(draft) - 1, -1) if end[max(0, i - n) : i] == suffix)
+            i = next((start + i for i in inside), after.get(tuple(suffix)))
             if i is not None:
-                return list(tokens[i : i + k])
+                return [*tokens[i : i + k], *draft[max(0, i - len(tokens)) :]][:k]
         return []

@@ -1,7 +1,7 @@
-"""Suffix decoding: continue as the texts seen so far mostly did behind the longest suffix they share with this one.
+"""Suffix decoding: continue as the texts seen so far mostly did behind the suffixes they share with this one.
 
-Two tries of counted windows (Oliaro et al., arXiv 2411.04975): one of the request's own prompt and output, one of the
-outputs of all requests of the run. Both grow with each committed token; rejected drafts do not enter them.
+Two tries of counted windows (after Oliaro et al., arXiv 2411.04975): one of the request's own prompt and output, one of
+the outputs of all requests of the run. Both grow with each committed token; rejected drafts do not enter them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Tokens
+from contextlib import contextmanager
+from itertools import zip_longest
 from weakref import WeakKeyDictionary, ref
 
 from specpipe.draft import Draft
@@ -17,85 +19,130 @@ from specpipe.errors import integer, number
 from specpipe.sequence import Sequence
 
 LONGEST = 2**32  # tokens of a text, at most
+OUTPUT_WEIGHT = 0.1  # of an occurrence in the outputs, beside one in the request's own text
+ESCAPE = 2.0  # occurrences that the shorter suffixes count for beside those of a suffix, divided by its length
 
 
 class SuffixProposer:
-    """Follows the most frequent continuation of the longest suffix that occurred before.
+    """Drafts the likeliest next token, then the likeliest behind it, and so on while the draft is likely enough.
 
-    The request's own text and the outputs of the run each give a draft; the one with the higher expected number of
-    right tokens (the sum of its paths' probabilities, the paper's score) is proposed, the own one if they are equal.
+    The likelihood of a token x blends the counts behind the suffixes of 1, 2, ... tokens up to the longest that
+    occurred before, as prediction by partial matching does:
+
+        p_m(x) = (c_m(x) + (2 / m) p_(m-1)(x)) / (n_m + 2 / m),    p_0 = 0,    n_m = sum_x c_m(x)
+
+    c_m(x) is how often x followed the last m tokens in the own text, plus a tenth of how often in the outputs of the
+    run: they decide where the own text knows little. What followed one token once gets 1/3, six tokens 3/4 and more,
+    which is about how often such guesses are right. So a draft grows with the match and the evidence, and where the
+    longest match meets the end of a text a shorter one goes on. Of equally likely tokens the one behind the longest
+    suffix of the own text is drafted, the latest of equally frequent ones.
+
     Prompts of other requests are not used: one long document would push all outputs out.
 
-    With the global part a draft depends on the requests before and beside this one. The law of the text does not, and
+    With the outputs a draft depends on the requests before and beside this one. The law of the text does not, and
     at temperature 0 neither does the text; but a sampled text is then fixed by its seed only for the same requests in
     the same order and batches. `max_cached_tokens=0` makes each request reproducible by itself. The law needs drafts
     that are independent of the request's own `Chance`: a prompt sampled again with the same stream (equal seed and
     repeat, as in two `generate` calls of one pipeline) is drafted from its own text alone, since the outputs hold what
     that stream has put out before.
 
-    Memory, measured on CPython 3.11 at depth 24: 200 to 300 bytes per token of prose or code and at most 1.1 kB where
-    everything occurs exactly twice, so 100,000 cached tokens take 30 MB, seldom 100 MB. Each running request has a trie
-    of its own prompt and output of the same density, freed with the request.
+    Memory, measured on CPython 3.11 at depth 24: 200 to 320 bytes per token of prose, code or answers and at most
+    1.1 kB where everything occurs exactly twice, so 100,000 cached tokens take 30 MB, seldom 100 MB. Each running
+    request has a trie of its own prompt and output of the same density, freed with the request.
 
     Args:
         max_depth: longest path in a trie, in tokens: a suffix of up to `max_depth - 1` and what followed it.
-        max_spec_factor: a draft has at most this many times the tokens of the suffix it rests on.
-        min_probability: a draft ends before the product of its tokens' relative frequencies falls below this.
-        max_cached_tokens: outputs kept in the global part, in tokens; the oldest output goes first, from its
-            beginning. 0: no global part.
+        min_probability: a draft ends before the product of its tokens' likelihoods falls below this. Scoring one token
+            more takes about 0.06 of a pass on a CPU: what is less likely than 0.1 to be reached and right is not worth
+            it. On a device where scoring is nearly free, 0 gives the most tokens per pass.
+        max_cached_tokens: outputs kept for other requests, in tokens; the oldest output goes first, from its
+            beginning. 0: none.
     """
 
-    def __init__(
-        self,
-        *,
-        max_depth: int = 24,
-        max_spec_factor: float = 4.0,
-        min_probability: float = 0.1,
-        max_cached_tokens: int = 100_000,
-    ) -> None:
+    def __init__(self, *, max_depth: int = 24, min_probability: float = 0.1, max_cached_tokens: int = 100_000) -> None:
         self.max_depth = integer("max_depth", max_depth, 2)
-        self.max_spec_factor = number("max_spec_factor", max_spec_factor, 0, above=True)
         self.min_probability = number("min_probability", min_probability, 0, 1)
         self._texts: WeakKeyDictionary[Sequence, OwnText] = WeakKeyDictionary()
         self._outputs = Outputs(self.max_depth, integer("max_cached_tokens", max_cached_tokens, 0))
         self._streams: dict[bytes, ref[Sequence]] = {}  # who drew from each stream of random numbers first
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
+        return self.extend(sequences, [[] for _ in sequences], lengths)
+
+    def extend(self, sequences: list[Sequence], drafts: list[list[int]], lengths: list[int]) -> Draft:
+        """As in `Extender`: what `propose` would give behind the drafts, had they been committed.
+
+        They count as part of the own text until they are extended; among the outputs only what was committed counts.
+        """
         self._outputs.catch_up(sequences)
-        return Draft.of([self._propose_one(sequence, k) for sequence, k in zip(sequences, lengths, strict=True)])
+        rows = zip(sequences, drafts, lengths, strict=True)
+        return Draft.of([self._continue(sequence, draft, k) for sequence, draft, k in rows])
 
     def _is_first_of_its_stream(self, sequence: Sequence) -> bool:
         key = getattr(sequence.chance, "key", None)
         return key is None or self._streams.setdefault(key, ref(sequence))() is sequence
 
-    def _propose_one(self, sequence: Sequence, k: int) -> list[int]:
+    def _continue(self, sequence: Sequence, draft: list[int], k: int) -> list[int]:
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = OwnText(self.max_depth)
         text.catch_up(sequence.tokens)
-        context = sequence.tokens[1 - self.max_depth :]
-        own = self._draft(text.trie, text.match(), context, k, sequence.stop_ids)
-        if not self._is_first_of_its_stream(sequence):
-            return own[0]
-        shared = self._draft(self._outputs.trie, self._outputs.trie.longest(context), context, k, sequence.stop_ids)
-        return max(own, shared, key=lambda scored: scored[1])[0]
+        context = [*sequence.tokens[1 - self.max_depth :], *draft]
+        shared = self._outputs.trie.places(context) if self._is_first_of_its_stream(sequence) else []
+        with text.followed_by(draft) as own:
+            return self._follow(own, shared, k, sequence.stop_ids)
 
-    def _draft(
-        self, trie: Trie, match: Place | None, context: list[int], k: int, stop_ids: Collection[int]
-    ) -> tuple[list[int], float]:
-        """Up to k tokens behind `match`, as far as length, probability and stops allow, and their score."""
+    def _follow(self, own: list[Place], shared: list[Place], k: int, stop_ids: Collection[int]) -> list[int]:
+        """Up to k tokens, as far as likelihood and stops allow."""
         draft: list[int] = []
-        score = 0.0
-        if match is not None:
-            k = min(k, int(self.max_spec_factor * match[1]))
-            for token, probability in trie.continuation(match, context):
-                if len(draft) >= k or probability < self.min_probability:
-                    break
-                draft.append(token)
-                score += probability
-                if token in stop_ids:
-                    break  # nothing is worth guessing behind a stop
-        return draft, score
+        probability = 1.0
+        while len(draft) < k:
+            token, likelihood = likeliest(own, shared)
+            probability *= likelihood
+            if token == UNKNOWN or probability < self.min_probability:
+                break
+            draft.append(token)
+            if token in stop_ids:
+                break  # nothing is worth guessing behind a stop
+            own, shared = behind(own, token, self.max_depth), behind(shared, token, self.max_depth)
+        return draft
+
+
+def likeliest(own: list[Place], shared: list[Place]) -> tuple[int, float]:
+    """The likeliest token and its likelihood, as in `SuffixProposer`; UNKNOWN if there is none.
+
+    Only the most frequent token behind each suffix is looked at: O(max_depth) for each of these few.
+
+    Args:
+        own: where the suffixes of 0, 1, 2, ... tokens lie in the trie of the own text.
+        shared: where they lie in the trie of the outputs, or [].
+    """
+    fronts = [child.front(depth) for places in (own, shared) for child, depth in reversed(places[1:])]
+    orders = list(zip_longest(own[1:], shared[1:], fillvalue=NOWHERE))
+    best, highest = UNKNOWN, 0.0
+    for token in dict.fromkeys(front for front in fronts if front != UNKNOWN):
+        p = 0.0
+        for m, ((one, i), (other, j)) in enumerate(orders, 1):
+            count = times(one, token, i) + OUTPUT_WEIGHT * times(other, token, j)
+            n = one.followers(i) + OUTPUT_WEIGHT * other.followers(j)
+            p = (count + ESCAPE / m * p) / (n + ESCAPE / m)
+        if p > highest:
+            best, highest = token, p
+    return best, highest
+
+
+def times(child: Child, token: int, depth: int) -> int:
+    """How often a path of `depth` tokens was followed by a token."""
+    follower = child.behind(token, depth)
+    return 0 if follower is None else follower.times
+
+
+def behind(places: list[Place], token: int, max_depth: int) -> list[Place]:
+    """Where the suffixes lie when one more token follows, as far as they occurred."""
+    if not places:
+        return []
+    found = [(child.behind(token, depth), depth + 1) for child, depth in places if depth + 1 < max_depth]
+    return [places[0], *((child, depth) for child, depth in found if child is not None)]
 
 
 class OwnText:
@@ -109,10 +156,16 @@ class OwnText:
         for i in range(len(self._document.tokens), len(tokens)):
             self.trie.append(self._document, tokens[i])
 
-    def match(self) -> Place | None:
-        """Where the longest suffix lies that has a token behind an earlier occurrence; the trie knows all ends."""
-        end = len(self._document.tokens)
-        return next(((node, end - window.start) for window, node in self._document.ends if node.followed), None)
+    @contextmanager
+    def followed_by(self, draft: Tokens[int]) -> Iterator[list[Place]]:
+        """Where the suffixes of the text and a draft lie, which counts as part of the text inside the block only."""
+        document, trials = self._document, [self.trie.try_out(self._document, token) for token in draft]
+        try:
+            ends = reversed(document.ends)
+            yield [(self.trie.root, 0), *((node, len(document.tokens) - window.start) for window, node in ends)]
+        finally:
+            for trial in reversed(trials):
+                self.trie.take_back(document, trial)
 
 
 class Outputs:
@@ -213,10 +266,18 @@ class Window:
     def last(self) -> Window:
         return self
 
-    def most_frequent(self, depth: int) -> tuple[int, Child, float] | None:
-        """The token behind the first `depth` ones, where the path goes on, and the relative frequency."""
+    def front(self, depth: int) -> int:
+        """The most frequent token behind the first `depth` ones, of equals the latest; UNKNOWN behind the end."""
         i, tokens = self.start + depth, self.document.tokens
-        return (tokens[i], self, 1.0) if i < len(tokens) else None
+        return tokens[i] if i < len(tokens) else UNKNOWN
+
+    def followers(self, depth: int) -> int:
+        """How often the first `depth` tokens occurred with a token behind them."""
+        return int(self.front(depth) != UNKNOWN)
+
+    def behind(self, token: int, depth: int) -> Child | None:
+        """Where the path goes on when `token` follows the first `depth` ones, if it ever did."""
+        return self if self.front(depth) == token else None
 
 
 class Node:
@@ -271,20 +332,26 @@ class Node:
         if token == self.best and self.children is not None:
             self.best = UNKNOWN
 
-    def most_frequent(self, depth: int) -> tuple[int, Child, float] | None:
+    def front(self, depth: int) -> int:
         """As in `Window`."""
-        if not self.followed:
-            return None
         if self.best == UNKNOWN and self.children is not None:
             self.best = _front(self.children)
-        child = self.child(self.best)
-        return None if child is None else (self.best, child, child.times / self.followed)
+        return self.best
+
+    def followers(self, depth: int) -> int:
+        """As in `Window`."""
+        return self.followed
+
+    def behind(self, token: int, depth: int) -> Child | None:
+        """As in `Window`."""
+        return self.child(token)
 
 
 UNKNOWN = -1
 Child = Node | Window
 End = tuple[Window, Node]
 Place = tuple[Child, int]  # node or leaf of a path and the path's length, which may end inside a leaf
+NOWHERE: Place = (Window(Document(0), 0), 0)  # nothing is behind it
 
 
 def _ahead(one: Child, other: Child) -> bool:
@@ -295,6 +362,27 @@ def _ahead(one: Child, other: Child) -> bool:
 def _front(children: dict[int, Child]) -> int:
     """The token of the preferred child."""
     return max(children, key=lambda token: (children[token].times, children[token].last.age))
+
+
+class Before:
+    """What a node and its child for a token were before the token was tried out."""
+
+    def __init__(self, node: Node, token: int) -> None:
+        self.node, self.best, self.child = node, node.best, node.child(token)
+        self.times, self.last = (self.child.times, self.child.last) if self.child else (0, node.last)
+
+    def restore(self, token: int) -> None:
+        self.node.followed -= 1
+        if self.child is None:
+            self.node.drop(token)
+        else:
+            self.node.put(token, self.child)
+        if isinstance(self.child, Node):
+            self.child.times, self.child.last = self.times, self.last
+        self.node.best = self.best
+
+
+Trial = tuple[list[End], list[Before]]  # where the text stood, and the nodes that counted the token
 
 
 class Trie:
@@ -337,10 +425,10 @@ class Trie:
     def _split(self, leaf: Window, depth: int, window: Window) -> Node:
         """The node at `depth` where a second window arrives at a leaf."""
         node = Node(2, max(leaf, window, key=lambda each: each.age))
-        behind = leaf.most_frequent(depth)
-        if depth < self.max_depth and behind is not None:
+        behind = leaf.front(depth)
+        if depth < self.max_depth and behind != UNKNOWN:
             node.followed = 1
-            node.put(behind[0], leaf)
+            node.put(behind, leaf)
         elif depth < self.max_depth and leaf.document.grows:  # the other text ends right here and goes on later
             insort(leaf.document.ends, (leaf, node), key=lambda end: end[0].start)
         return node
@@ -370,6 +458,33 @@ class Trie:
         """Whether it has stopped growing, so that its text can stand at none of its nodes."""
         return not window.document.grows or window.start + self.max_depth <= len(window.document.tokens)
 
+    def try_out(self, document: Document, token: int) -> Trial:
+        """Append a token for a while; `take_back` leaves everything as it was."""
+        nodes = [self.root, *(node for _, node in document.ends)]
+        trial = (document.ends, [Before(node, token) for node in nodes])
+        self.append(document, token)
+        return trial
+
+    def take_back(self, document: Document, trial: Trial) -> None:
+        """Undo the latest `try_out`, O(max_depth)."""
+        token = document.tokens.pop()
+        document.ends, nodes = trial
+        for before in nodes:
+            before.restore(token)
+
+    def places(self, text: Tokens[int]) -> list[Place]:
+        """Where the suffixes of 0, 1, 2, ... tokens of a text lie, as far as they occurred with a token behind them.
+
+        O(L^2) for the longest of L tokens: if one occurred, so did all shorter ones.
+        """
+        found: list[Place] = [(self.root, 0)]
+        for length in range(1, min(len(text), self.max_depth - 1) + 1):
+            place = self.find(text[len(text) - length :])
+            if place is None:
+                break
+            found.append(place)
+        return found
+
     def find(self, path: Tokens[int]) -> Place | None:
         """Where a path of less than `max_depth` tokens lies, if it occurred with a token behind it. O(len(path))."""
         child: Child | None = self.root
@@ -381,35 +496,4 @@ class Trie:
             if child is None:
                 return None
             child = child.child(token)
-        return None if child is None or child.most_frequent(len(path)) is None else (child, len(path))
-
-    def longest(self, text: Tokens[int]) -> Place | None:
-        """Where the longest suffix of a text lies. If one occurred, so did all shorter ones: bisection."""
-        low, high = 0, min(len(text), self.max_depth - 1)
-        place = None
-        while low < high:
-            middle = (low + high + 1) // 2
-            found = self.find(text[len(text) - middle :])
-            if found is None:
-                high = middle - 1
-            else:
-                low, place = middle, found
-        return place
-
-    def continuation(self, place: Place, text: Tokens[int]) -> Iterator[tuple[int, float]]:
-        """Tokens behind a place that the text ends at, each with the probability of the path up to it.
-
-        A path that has reached `max_depth` goes on from its last `max_depth // 2` tokens: O(1) per token.
-        """
-        path, probability = list(text), 1.0
-        found: Place | None = place
-        while found is not None:
-            child, depth = found
-            step = child.most_frequent(depth)
-            if step is None:
-                return
-            token, child, frequency = step
-            probability *= frequency
-            path.append(token)
-            yield token, probability
-            found = (child, depth + 1) if depth + 1 < self.max_depth else self.find(path[-(self.max_depth // 2) :])
+        return None if child is None or child.front(len(path)) == UNKNOWN else (child, len(path))

@@ -7,6 +7,7 @@ beyond a row's length are stale: the 4-D mask hides them and the next write repl
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,9 +50,24 @@ class RowCache(Cache):
             layer.place(positions, self._end, rows, len(self.lengths))
         return positions
 
-    def mask(self, positions: Tensor) -> Tensor:
-        """[rows, 1, W, L] bool: a token sees the entries at its own position and before, of its own row only."""
-        return torch.arange(self._end, device=positions.device) <= positions[:, None, :, None]
+    def mask(self, positions: Tensor, window: int | None = None) -> Tensor:
+        """[rows, 1, W, L] bool: a token sees the entries at its own position and before, of its own row only.
+
+        Of those the last `window`, if one is given; its own is always among them, so no row of the mask is empty.
+        """
+        at, entries = positions[:, None, :, None], torch.arange(self._end, device=positions.device)
+        seen = entries <= at
+        return seen if window is None else seen & (entries > at - window)
+
+    def twin(self) -> RowCache:
+        """The same keys and values under lengths of its own.
+
+        What is written behind them is stale to this cache, which stays as it is whatever becomes of the twin. A twin is
+        good until the rows are rearranged.
+        """
+        twin = copy.copy(self)
+        twin.lengths = list(self.lengths)
+        return twin
 
 
 class RowLayer(CacheLayerMixin):
@@ -78,8 +94,8 @@ class RowLayer(CacheLayerMixin):
         """Write [rows, H, W, D] new entries; return everything up to the longest row, [rows, H, L, D]."""
         keys, values = self.keys, self.values
         if keys is None or values is None or self._end > keys.shape[2]:
-            self.keys = keys = self._allocate(key_states, keys)
-            self.values = values = self._allocate(value_states, values)
+            keys, values = self._allocate(key_states, keys), self._allocate(value_states, values)
+            self.keys, self.values = keys, values
         return self._write(keys, key_states), self._write(values, value_states)
 
     def get_seq_length(self) -> int:

@@ -20,6 +20,8 @@ class EagerVerifier:
         target: the model whose law is kept.
         prepack: on a CPU, pack the linear layers' weights once (see `linear.py`); same results up to rounding.
 
+    `reader` holds what was read of each request; a proposer made of the target's own layers may borrow it.
+
     Raises:
         UserError: if the target's layers cannot be rolled back.
     """
@@ -29,14 +31,14 @@ class EagerVerifier:
         expected = plain_logits(target.model)
         self.target = target
         self.packed = pack_linears(target.model) if flag("prepack", prepack) else 0
-        self._reader = Reader(target.model)
-        self.device = self._reader.device
-        rehearse(self._reader, expected)
+        rehearse(target.model, expected)
+        self.reader = Reader(target.model)
+        self.device = self.reader.device
 
     def score(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
         """Row b: logits [k_b + 1, V] at the places of its k_b drafts and behind them."""
-        return self._reader.read(sequences, draft)
+        return self.reader.read(sequences, draft)
 
     def roll_back(self, sequences: list[Sequence]) -> None:
         """Call after committing: the cache forgets what was scored and not committed."""
-        self._reader.roll_back(sequences)
+        self.reader.roll_back(sequences)

@@ -16,6 +16,7 @@ from torch import Tensor
 from specpipe.draft import Draft
 from specpipe.sequence import Sequence
 from specpipe.verifier.cache import RowCache
+from specpipe.verifier.windows import LookBack
 
 
 class Reader:
@@ -33,6 +34,7 @@ class Reader:
         self._cache_word = "cache" if "cache" in takes else "past_key_values"  # its name before transformers 5.24
         self._owners: list[ref[Sequence]] = []  # of the cache's rows
         self._rows: list[int] = []  # of the sequences of the last call
+        self._look_back = LookBack(model)
         self.cache = RowCache(model.config.get_text_config().num_hidden_layers, rows=0)
 
     def read(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
@@ -67,10 +69,23 @@ class Reader:
 
     def roll_back(self, sequences: list[Sequence]) -> None:
         """Forget what was read and not committed: a row keeps the committed tokens but the last, pending one."""
-        rows = {id(owner): row for row, kept in enumerate(self._owners) if (owner := kept()) is not None}
-        for sequence in sequences:
-            row = rows[id(sequence)]
+        for sequence, row in zip(sequences, self._rows_of(sequences), strict=True):
             self.cache.lengths[row] = min(self.cache.lengths[row], len(sequence.tokens) - 1)
+
+    def cut(self, sequence: Sequence, length: int) -> None:
+        """Forget what the row of a sequence, if it has one, holds behind its first `length` tokens."""
+        for row, owner in enumerate(self._owners):
+            if owner() is sequence:
+                self.cache.lengths[row] = min(self.cache.lengths[row], length)
+
+    def has_read(self, sequence: Sequence) -> bool:
+        """Whether only the last, pending token of the sequence is unread."""
+        known = any(owner() is sequence for owner in self._owners)
+        return known and self.cache.lengths[self._rows_of([sequence])[0]] >= len(sequence.tokens) - 1
+
+    def _rows_of(self, sequences: list[Sequence]) -> list[int]:
+        rows = {id(owner): row for row, kept in enumerate(self._owners) if (owner := kept()) is not None}
+        return [rows[id(sequence)] for sequence in sequences]
 
     def _seat(self, sequences: list[Sequence]) -> None:
         """A row for each: the one it has, else an empty one. Rows of requests that ended, or are gone, are given up."""
@@ -86,8 +101,7 @@ class Reader:
         if new or len(kept) < len(self._owners):
             self.cache.rearrange([*rows, *[None] * len(new)])
             self._owners = [ref(sequence) for sequence in (*kept, *new)]
-        where = {id(sequence): row for row, sequence in enumerate((*kept, *new))}
-        self._rows = [where[id(sequence)] for sequence in sequences]
+        self._rows = self._rows_of(sequences)
         self.roll_back(sequences)  # a step that was interrupted could not
 
     def _inputs(self, fresh: list[list[int]], draft: Draft, width: int) -> Tensor:
@@ -109,13 +123,37 @@ class Reader:
         with torch.inference_mode():
             logits = self.model(
                 input_ids=ids,
-                attention_mask=self.cache.mask(positions),
+                attention_mask=self._look_back.masks(self.cache, positions),
                 position_ids=torch.minimum(positions, last[:, None]),  # padding stays inside the context
                 use_cache=True,
                 **{self._cache_word: self.cache},
                 **({"logits_to_keep": keep} if self._narrow_head else {}),
             ).logits
         return logits if self._narrow_head else logits[:, columns]
+
+
+class Borrower(Reader):
+    """Reads on behind what another reader has read, in that one's rows, and leaves it as it is.
+
+    What it writes lies behind the lender's lengths, where the lender's next pass writes in its turn.
+
+    Args:
+        model: the first layers of the lender's model; their entries are the ones that it needs.
+        lender: whose requests these are; `has_read` must hold for each that is read here.
+    """
+
+    def __init__(self, model: Any, lender: Reader) -> None:
+        super().__init__(model)
+        self._lender = lender
+
+    def has_read(self, sequence: Sequence) -> bool:
+        return self._lender.has_read(sequence)
+
+    def _seat(self, sequences: list[Sequence]) -> None:
+        """The lender's rows as they are now, under lengths of its own."""
+        self.cache, self._owners = self._lender.cache.twin(), self._lender._owners
+        self._rows = self._rows_of(sequences)
+        self.roll_back(sequences)
 
 
 def _union(first: list[int], widths: list[int]) -> list[int]:

@@ -1,7 +1,8 @@
 """Which models the cache can roll back, decided before the first request.
 
 Two gates: the model's own description of its layers, and a rehearsal that rolls the cache back once and compares with
-a pass that never used it. A model that fails is refused by the name of what fails; it is never decoded wrongly.
+a pass that never used it, windows and padding included. A model that fails is refused by the name of what fails; it is
+never decoded wrongly.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from specpipe.errors import UserError, one_line
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.reader import Reader
+from specpipe.verifier.windows import FULL, SLIDING, layer_kinds, short_window
 
 # Largest difference of logits, as a share of their spread, that rounding may cause between two ways of reading a text.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+WINDOW = 2  # of sliding layers in the rehearsal: shorter than its text, whatever the model's own is
 
 
 def refuse_unsupported(model: Any) -> None:
@@ -27,11 +30,9 @@ def refuse_unsupported(model: Any) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder; only decoder-only models can be a target.", key="model")
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    kinds = set(layer_kinds(config)) - {FULL, SLIDING}
     if not kinds and getattr(model, "_is_stateful", False):
         kinds = {"recurrent"}
-    if not kinds and _window(config) is not None:
-        kinds = {"sliding_attention"}
     if kinds:
         raise UserError(f"{name} has {', '.join(sorted(kinds))} layers, which cannot be rolled back.", key="model")
 
@@ -43,7 +44,7 @@ def plain_logits(model: Any) -> torch.Tensor:
     """
     a, b, c, d, _ = _text(model)
     device = next(model.parameters()).device
-    with torch.inference_mode():
+    with torch.inference_mode(), short_window(model, WINDOW):
         longer = model(input_ids=torch.tensor([[a, b, c, d]], device=device), use_cache=False).logits[0]
         shorter = model(input_ids=torch.tensor([[a, b]], device=device), use_cache=False).logits[0]
     name = type(model).__name__
@@ -54,20 +55,29 @@ def plain_logits(model: Any) -> torch.Tensor:
     return longer[-1]
 
 
-def rehearse(reader: Reader, expected: torch.Tensor) -> None:
-    """Raise UserError unless reading, rolling back and reading on gives the `expected` logits."""
-    a, b, c, d, wrong = _text(reader.model)
-    name = type(reader.model).__name__
-    sequence = Sequence([a, b], GenerationSettings(max_new_tokens=4), chance=Chance(0))
+def rehearse(model: Any, expected: torch.Tensor) -> None:
+    """Raise UserError unless reading, rolling back and reading on gives the `expected` logits.
+
+    Two rows come to the same text by different steps, so that one of them is padded.
+    """
+    a, b, c, d, wrong = _text(model)
+    name = type(model).__name__
+    ahead, behind = (
+        Sequence(prompt, GenerationSettings(max_new_tokens=4), chance=Chance(0)) for prompt in ([a, b], [a])
+    )
     try:
-        reader.read([sequence], Draft.of([[c, wrong, wrong]], reader.device))
-        sequence.commit([c, d], 3, [])
-        reader.roll_back([sequence])
-        logits = reader.read([sequence], Draft.of([[]], reader.device))[0][-1]
+        with short_window(model, WINDOW):
+            reader = Reader(model)
+            reader.read([ahead, behind], Draft.of([[c, wrong, wrong], [b, wrong]], reader.device))
+            ahead.commit([c, d], 3, [])
+            behind.commit([b, c], 2, [])
+            reader.roll_back([ahead, behind])
+            behind.commit([d], 0, [])
+            rows = reader.read([ahead, behind], Draft.of([[], []], reader.device))
     except Exception as error:  # a model that expects another cache or mask may raise anything
         what = f"{name} cannot be read with a cache that rolls back"
         raise UserError(f"{what}: {one_line(error)}", key="model") from error
-    off = _difference(logits, expected)
+    off = max(_difference(logits[-1], expected) for logits in rows)
     if not off <= ROUNDING[expected.dtype]:
         what = f"{name} does not reproduce its own logits after a roll-back"
         raise UserError(f"{what} (off by {off:.0%} of their spread).", key="model")
@@ -82,10 +92,3 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def _text(model: Any) -> list[int]:
     size = model.config.get_text_config().vocab_size
     return [(7 * i + 3) % size for i in range(5)]
-
-
-def _window(config: object) -> int | None:
-    used = getattr(config, "use_sliding_window", True)
-    window = getattr(config, "sliding_window", None)
-    limit = getattr(config, "max_position_embeddings", None)
-    return window if used and window is not None and (limit is None or window < limit) else None

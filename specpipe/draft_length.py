@@ -1,0 +1,215 @@
+"""How many tokens a step asks its proposer for (config group `draft_length`).
+
+A policy knows requests and the record of their steps; it knows neither models nor proposers. The output law does not
+depend on it: a length is chosen before anything of the step is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence as Items
+from statistics import median
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from specpipe.errors import integer
+from specpipe.sequence import Sequence, Step
+
+
+class DraftLength(Protocol):
+    """A class with this one method, named in a YAML file, is a policy."""
+
+    def choose(self, sequences: list[Sequence], longest: int) -> list[int]:
+        """For each request of the coming step at most how many tokens to draft, 0 to `longest`.
+
+        `sequence.steps` holds what earlier steps asked, drafted, accepted and cost.
+        """
+        ...
+
+
+class Fixed:
+    """Always `num_speculative_tokens`."""
+
+    def choose(self, sequences: list[Sequence], longest: int) -> list[int]:
+        return [longest] * len(sequences)
+
+
+class Adaptive:
+    """The length with most expected tokens per second, `num_speculative_tokens` at most; 0 if drafting does not pay.
+
+    For a length k it compares (1 + sum_{i<=k} P(N >= i)) / E[seconds of a pass that asks for k], tau(k) over its cost
+    as in theory.md section 6. P(N >= i) is a product of the shares of tries in which place i was drafted and accepted,
+    of the request itself and, as long as that has few tries, of the run; the seconds are medians of recent passes by
+    drafted tokens, weighted with how often the proposer has so many. All requests of a pass get one length, since the
+    pass is as wide as its longest draft.
+
+    At first lengths 0, 1, 2, 4, .. are each asked for, so that their costs are known. Every `probe_every` steps it is
+    one token more than seems best, or one less, in turn: a proposer that has become better is noticed, also at 0.
+    Lengths depend on measured times, so a sampled text is not fixed by its seed.
+
+    Args:
+        probe_every: steps from one such try to the next.
+        memory: tries after which an older one weighs e times less.
+    """
+
+    def __init__(self, *, probe_every: int = 12, memory: int = 48) -> None:
+        self.probe_every = integer("probe_every", probe_every, 2)
+        self.memory = integer("memory", memory, 1)
+        self._run = Record(self.memory)
+        self._own: WeakKeyDictionary[Sequence, Record] = WeakKeyDictionary()
+        self._costs: dict[int, Costs] = {}  # by requests in a pass
+        self._chosen = 0
+        self._tried: Counter[tuple[int, int]] = Counter()  # (requests in a pass, length)
+
+    def choose(self, sequences: list[Sequence], longest: int) -> list[int]:
+        self._catch_up(sequences)
+        length = self._unknown(len(sequences), longest) if sequences[0].steps else None  # the first pass is not timed
+        if length is None:
+            self._chosen += 1
+            length = self._best(sequences, longest)
+            if self._chosen % self.probe_every == 0:
+                step = 1 if length == 0 or self._chosen // self.probe_every % 2 else -1
+                length = min(length + step, longest)
+        return [length] * len(sequences)
+
+    def _unknown(self, rows: int, longest: int) -> int | None:
+        """A length whose cost must be measured; one that the proposer does not come up to is given up."""
+        costs = self._costs.get(rows, Costs())
+        for length in (longest, 0, *(2**i for i in range(longest.bit_length()))):
+            if length <= longest and not costs.knows(length) and self._tried[rows, length] < TRIES:
+                self._tried[rows, length] += 1
+                return length
+        return None
+
+    def _catch_up(self, sequences: list[Sequence]) -> None:
+        """Read the steps made since the last call; those that several requests shared are one pass."""
+        passes: dict[int, list[Step]] = {}
+        for sequence in sequences:
+            own = self._own.setdefault(sequence, Record(self.memory))
+            for step in sequence.steps[own.read :]:
+                own.add(step)
+                self._run.add(step)
+                if step.seconds and not step.prefill:
+                    passes.setdefault(step.rows, []).append(step)
+            own.read = len(sequence.steps)
+        for rows, steps in passes.items():
+            widest = max(steps, key=lambda step: step.drafted)
+            self._costs.setdefault(rows, Costs()).add(widest.drafted, sum(widest.seconds.values()))
+
+    def _best(self, sequences: list[Sequence], longest: int) -> int:
+        costs = self._costs.get(len(sequences), Costs())
+        kept, offered = zip(*(self._chances(sequence, longest) for sequence in sequences), strict=True)
+        tokens, rates = float(len(sequences)), []
+        seconds = costs.seconds(0)
+        for k in range(longest + 1):
+            if k:
+                tokens += sum(row[k - 1] for row in kept)
+                some_row = 1 - math.prod(1 - row[k - 1] for row in offered)  # has k tokens, so the pass is that wide
+                seconds += some_row * (costs.seconds(k) - costs.seconds(k - 1))
+            rates.append(tokens / seconds)
+        return max(range(longest + 1), key=rates.__getitem__)  # of equals the shortest
+
+    def _chances(self, sequence: Sequence, longest: int) -> tuple[list[float], list[float]]:
+        """P(N >= i) and P(drafted >= i) for i = 1 .. longest."""
+        kept, offered = [1.0], [1.0]
+        own, run = self._own[sequence], self._run
+        for i in range(longest):
+            kept.append(kept[-1] * own.kept(i, run.kept(i)))
+            offered.append(offered[-1] * own.offered(i, run.offered(i)))
+        return kept[1:], offered[1:]
+
+
+TRIES = 2  # to measure the cost of a length
+PRIOR = 0.7  # of acceptance, before anything is known: high enough to try
+PRIOR_TRIES = 2.0  # what the prior of the run's first place weighs, and a place's neighbour before it
+RUN_TRIES = 6.0  # what the run's experience weighs against a request's own
+
+
+class Record:
+    """By place in a draft: how often it was there, and how often it was there and accepted."""
+
+    def __init__(self, memory: int) -> None:
+        self.read = 0  # steps
+        self._keep = math.exp(-1 / memory)
+        self._kept: list[Share] = []
+        self._offered: list[Share] = []
+
+    def add(self, step: Step) -> None:
+        """A step tries place i + 1 if it was asked for and the i before it were accepted, or for length, drafted."""
+        while len(self._kept) < step.asked:
+            self._kept.append(Share())
+            self._offered.append(Share())
+        for i in range(min(step.asked, step.accepted + step.extra)):
+            self._kept[i].add(step.accepted > i, self._keep)
+        for i in range(min(step.asked, step.drafted + 1)):
+            self._offered[i].add(step.drafted > i, self._keep)
+
+    def kept(self, i: int, otherwise: float | None = None) -> float:
+        """P(place i + 1 is drafted and accepted | those before it were), with `otherwise` for what is not known."""
+        return _estimate(self._kept, i, otherwise)
+
+    def offered(self, i: int, otherwise: float | None = None) -> float:
+        """P(place i + 1 is drafted | those before it were)."""
+        return _estimate(self._offered, i, otherwise)
+
+
+class Share:
+    """Tries and successes, older ones weighing less with every new one."""
+
+    __slots__ = ("successes", "tries")
+
+    def __init__(self) -> None:
+        self.tries = self.successes = 0.0
+
+    def add(self, success: bool, keep: float) -> None:
+        self.tries = self.tries * keep + 1
+        self.successes = self.successes * keep + success
+
+
+def _estimate(shares: list[Share], i: int, otherwise: float | None) -> float:
+    if otherwise is not None:
+        return _mixed(shares[i], otherwise, RUN_TRIES) if i < len(shares) else otherwise
+    estimate = PRIOR
+    for share in shares[: i + 1]:  # a place that was hardly tried does as the one before it
+        estimate = _mixed(share, estimate, PRIOR_TRIES)
+    return estimate
+
+
+def _mixed(share: Share, prior: float, weight: float) -> float:
+    return (share.successes + weight * prior) / (share.tries + weight)
+
+
+LATEST = 15  # passes whose median is taken
+SLOPE = 0.1  # of a pass without drafts, for each drafted token, before it was measured
+
+
+class Costs:
+    """Seconds of a pass by its longest draft: medians of the latest ones, lines between and beyond those."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[float]] = {}
+
+    def add(self, drafted: int, seconds: float) -> None:
+        self._seen.setdefault(drafted, deque(maxlen=LATEST)).append(seconds)
+
+    def knows(self, drafted: int) -> bool:
+        return drafted in self._seen
+
+    def seconds(self, drafted: int) -> float:
+        """Expected; in arbitrary units before any pass was measured."""
+        known = sorted((length, median(seen)) for length, seen in self._seen.items())
+        if not known:
+            return 1 + SLOPE * drafted
+        return _on_line(known, drafted)
+
+
+def _on_line(known: Items[tuple[int, float]], drafted: int) -> float:
+    """Interpolated; beyond the ends with SLOPE, relative to a pass without drafts."""
+    below = [point for point in known if point[0] <= drafted]
+    above = [point for point in known if point[0] >= drafted]
+    if below and above:
+        (x0, y0), (x1, y1) = below[-1], above[0]
+        return y0 if x0 == x1 else y0 + (y1 - y0) * (drafted - x0) / (x1 - x0)
+    x, y = below[-1] if below else above[0]
+    return y * (1 + SLOPE * drafted) / (1 + SLOPE * x)

@@ -1,12 +1,15 @@
 """Counts the n-grams of finished runs' outputs into a table for `proposer=table`. The shipped one was made with it:
 
     python -m specpipe decode proposer=none prompts=jsonl prompts.path=a.jsonl generation=sample \\
-        generation.max_new_tokens=96 batch_size=24 hydra.run.dir=runs/sampled
-    python benchmarks/count_ngrams.py specpipe/proposers/smollm2_bigram.safetensors runs/sampled --singletons \\
-        --source "..."
+        generation.max_new_tokens=96 batch_size=16 hydra.run.dir=runs/sampled
+    python -m specpipe decode proposer=none prompts=jsonl prompts.path=b.jsonl generation=greedy \\
+        generation.max_new_tokens=96 batch_size=16 hydra.run.dir=runs/greedy
+    python benchmarks/count_ngrams.py specpipe/proposers/smollm2_bigram.safetensors runs/sampled runs/greedy \\
+        --singletons --source "..."
 
-`a.jsonl` held prompts of GPTeacher, Self-Instruct, tldr-pages and the training split of GSM8K. Only what the target
-said is counted, no prompt. `--show` prints what a table says of itself: of how many tokens, and from where.
+`a.jsonl` (256) and `b.jsonl` (105) held prompts of GPTeacher, Self-Instruct, tldr-pages and the training split of GSM8K.
+Only what the target said is counted, no prompt. `--show` prints what a table says of itself: of how many tokens, and
+from where.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Is greedy text the target's own? Compares with `transformers` generate on the same weights.
 
-    python benchmarks/identity.py [--prompts FILE.jsonl] [--limit 20] [--tokens 128] [--dtype float32] [--gammas 1,3]
+    python benchmarks/identity.py [--prompts FILE.jsonl] [--limit 20] [--tokens 128] [--dtype float32] [--gammas 1,3] \\
+        [--pipeline "proposer=suffix"] [--pipeline "proposer=layer_skip proposer.layers=8"]
 
 float32: every id must be equal. bf16: passes over several tokens round differently from passes over one, so the texts
 may part at a near-tie; each parting is listed with the gap of the two best logits and the bound (4 bf16 steps).
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,29 +29,29 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--gammas", default="1,3,5,8")
+    parser.add_argument("--pipeline", action="append", help="words of the command line; several are compared in turn")
     parser.add_argument("--ignore-eos", action="store_true", help="go on to --tokens, past the end of the answer")
     asked = parser.parse_args()
     texts = jsonl(path=asked.prompts, limit=asked.limit).texts
-    pipeline = load(
-        "proposer=ngram",
+    common = (
         f"target.dtype={asked.dtype}",
         f"generation.max_new_tokens={asked.tokens}",
         f"generation.ignore_eos={asked.ignore_eos}",
     )
+    pipelines = {words: load(*words.split(), *common) for words in asked.pipeline or ["proposer=ngram"]}
     plain_model = load("verifier.prepack=false", f"target.dtype={asked.dtype}").verifier.target.model
     wrong = 0
     for number, text in enumerate(texts):
-        prompt = pipeline.text.encode(text)
+        prompt = next(iter(pipelines.values())).text.encode(text)
         plain = generate(plain_model, prompt, asked.tokens, asked.ignore_eos)
-        for gamma in map(int, asked.gammas.split(",")):
+        for gamma, (words, pipeline) in product(map(int, asked.gammas.split(",")), pipelines.items()):
             pipeline.gamma = gamma
             done = pipeline.generate([prompt])[0]
             verdict, bad = compare(plain_model, prompt, plain, done.token_ids)
             wrong += bad
             accepted = done.spec_decode["num_accepted_draft_tokens"]
-            print(
-                f"prompt {number:2d}  k {gamma}  {len(plain):3d} tokens  {accepted:3d} accepted  {verdict}", flush=True
-            )
+            what = f"prompt {number:2d}  {words}  k {gamma}"
+            print(f"{what}  {len(plain):3d} tokens  {accepted:3d} accepted  {verdict}", flush=True)
     print(f"{len(texts)} prompts, {asked.dtype}: {wrong} differences that rounding does not explain")
     return int(wrong > 0)
 

@@ -24,7 +24,7 @@ from specpipe.samplers.rejection import Rejection
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.targets import tiny
-from tests.stand_ins import TableModel, chain, context, greedy, pipeline_of
+from tests.stand_ins import TableModel, chain, constant, context, greedy, pipeline_of
 
 V = 3
 P, Q = table(V, seed=3, zeros=0), table(V, seed=7, zeros=0)
@@ -157,6 +157,16 @@ def test_nothing_is_drafted_behind_a_stop() -> None:
 def test_a_model_that_is_not_sure_drafts_nothing() -> None:
     pipeline = pipeline_of(P, V, Drafting(Q, V, min_confidence=1.0), gamma=3, max_new_tokens=8, **SAMPLE)
     assert all(step.drafted == 0 for step in steps_of(pipeline, [1])[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_ends_where_the_models_own_best_token_is_not_likely_enough(temperature: float) -> None:
+    """At temperature 0 too, where the law under the settings is certain of everything."""
+    sure, unsure = (constant([0.9, 0.05, 0.05]), constant([0.4, 0.3, 0.3]))
+    for rule, drafted in ((sure, 3), (unsure, 0)):
+        proposer = Drafting(rule, V, min_confidence=0.6)
+        pipeline = pipeline_of(P, V, proposer, gamma=3, max_new_tokens=8, temperature=temperature)
+        assert steps_of(pipeline, [1])[1][0].drafted == drafted
 
 
 @pytest.mark.parametrize("wrong", [{"draw": "best"}, {"min_confidence": 1.5}, {"min_confidence": "high"}])

@@ -20,6 +20,7 @@ from specpipe.draft import Draft
 from specpipe.errors import choice, number
 from specpipe.proposers.translation import SameTokens, Translation
 from specpipe.sequence import Sequence
+from specpipe.settings import GenerationSettings
 from specpipe.verifier.reader import Reader
 
 DRAWS = ("sample", "argmax")
@@ -32,7 +33,8 @@ class ModelProposer:
         draw: `sample` draws each draft from the model's law under the request's settings and returns it as q; `argmax`
             takes its best token, which is a deterministic draft. At temperature 0 they are the same.
         min_confidence: a draft ends where the model's best token has less probability than this, before that token is
-            drawn; 0 never. The law is kept, since the end depends on the prefix alone.
+            drawn; 0 never. At temperature 0 the model's own probability counts. The law is kept, since the end depends
+            on the prefix alone.
     """
 
     def __init__(self, *, draw: str = "sample", min_confidence: float = 0.0) -> None:
@@ -103,16 +105,23 @@ class ModelProposer:
         """Draft one more token, if the model is confident enough; whether to go on. logits: [D] of the model."""
         settings, draft = row.sequence.settings, row.drafted
         prefix = row.sequence.prefix.then([*row.given, *draft])
-        q = probabilities(in_vocabulary(logits, self._size, self._words.ids), settings, prefix)
+        logits = in_vocabulary(logits, self._size, self._words.ids)
+        q = probabilities(logits, settings, prefix)
         best = int(q.argmax())
-        if q[best] < self.min_confidence or (q[best].isnan() and not logits.isnan().any()):
-            return False  # not a number: the request bans all that the model can say
+        if q[best].isnan() and not logits.isnan().any():
+            return False  # the request bans all that the model can say
+        if self.min_confidence > 0 and self._confidence(q, logits, settings)[best] < self.min_confidence:
+            return False
         if self.draw == "argmax" or settings.temperature == 0:
             draft.append(best)
         else:
             draft.append(row.sequence.chance.propose(q))
             row.laws.append(q)
         return draft[-1] not in row.sequence.stop_ids  # nothing is worth guessing behind a stop
+
+    def _confidence(self, q: Tensor, logits: Tensor, settings: GenerationSettings) -> Tensor:
+        """[V] the model's law: under the request's settings, or its own where those leave one token."""
+        return q if settings.temperature > 0 else logits.float().softmax(-1)
 
     def _room(self, text: Any) -> int:
         """How many tokens the model can draft behind a text in its own tokens, inside its own context."""

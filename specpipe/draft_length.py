@@ -45,18 +45,18 @@ class Adaptive:
     pass is as wide as its longest draft.
 
     At first lengths 0, 1, 2, 4, .. are each asked for, so that their costs are known. Every `probe_every` steps it is
-    one token more than seems best, or one less, in turn: a proposer that has become better is noticed, also at 0.
-    Lengths depend on measured times, so a sampled text is not fixed by its seed.
+    one token less than seems best, or one more if that could pay, in turn: a proposer that has become better is
+    noticed, also at 0. Lengths depend on measured times, so a sampled text is not fixed by its seed.
 
     Args:
         probe_every: steps from one such try to the next.
-        memory: tries after which an older one weighs e times less.
+        memory: tries after which an older one of the same request weighs e times less.
     """
 
-    def __init__(self, *, probe_every: int = 12, memory: int = 48) -> None:
+    def __init__(self, *, probe_every: int = 8, memory: int = 48) -> None:
         self.probe_every = integer("probe_every", probe_every, 2)
         self.memory = integer("memory", memory, 1)
-        self._run = Record(self.memory)
+        self._run = Record(RUN_MEMORY)
         self._own: WeakKeyDictionary[Sequence, Record] = WeakKeyDictionary()
         self._costs: dict[int, Costs] = {}  # by requests in a pass
         self._chosen = 0
@@ -69,8 +69,7 @@ class Adaptive:
             self._chosen += 1
             length = self._best(sequences, longest)
             if self._chosen % self.probe_every == 0:
-                step = 1 if length == 0 or self._chosen // self.probe_every % 2 else -1
-                length = min(length + step, longest)
+                length = self._neighbour(sequences, longest, length)
         return [length] * len(sequences)
 
     def _unknown(self, rows: int, longest: int) -> int | None:
@@ -98,32 +97,45 @@ class Adaptive:
             self._costs.setdefault(rows, Costs()).add(widest.drafted, sum(widest.seconds.values()))
 
     def _best(self, sequences: list[Sequence], longest: int) -> int:
-        costs = self._costs.get(len(sequences), Costs())
-        kept, offered = zip(*(self._chances(sequence, longest) for sequence in sequences), strict=True)
-        tokens, rates = float(len(sequences)), []
-        seconds = costs.seconds(0)
-        for k in range(longest + 1):
-            if k:
-                tokens += sum(row[k - 1] for row in kept)
-                some_row = 1 - math.prod(1 - row[k - 1] for row in offered)  # has k tokens, so the pass is that wide
-                seconds += some_row * (costs.seconds(k) - costs.seconds(k - 1))
-            rates.append(tokens / seconds)
+        rates = self._rates(sequences, longest)
         return max(range(longest + 1), key=rates.__getitem__)  # of equals the shortest
 
-    def _chances(self, sequence: Sequence, longest: int) -> tuple[list[float], list[float]]:
+    def _neighbour(self, sequences: list[Sequence], longest: int, best: int) -> int:
+        """One less or one more, in turn; more only if that paid, were everything behind the best length accepted."""
+        if best > 0 and self._chosen // self.probe_every % 2 == 0:
+            return best - 1
+        hope = max(self._rates(sequences, longest, sure_behind=best))
+        return min(best + 1, longest) if hope > self._rates(sequences, longest)[best] else best
+
+    def _rates(self, sequences: list[Sequence], longest: int, sure_behind: int | None = None) -> list[float]:
+        """Expected tokens per second of a pass that asks for 0 .. longest; what is `sure_behind` it is accepted."""
+        costs = self._costs.get(len(sequences), Costs())
+        kept, offered = zip(*(self._chances(sequence, longest, sure_behind) for sequence in sequences), strict=True)
+        tokens, seconds = float(len(sequences)), costs.seconds(0)
+        rates = [tokens / seconds]
+        for k in range(1, longest + 1):
+            tokens += sum(row[k - 1] for row in kept)
+            some_row = 1 - math.prod(1 - row[k - 1] for row in offered)  # has k tokens, so the pass is that wide
+            seconds += some_row * (costs.seconds(k) - costs.seconds(k - 1))
+            rates.append(tokens / seconds)
+        return rates
+
+    def _chances(self, sequence: Sequence, longest: int, sure_behind: int | None) -> tuple[list[float], list[float]]:
         """P(N >= i) and P(drafted >= i) for i = 1 .. longest."""
         kept, offered = [1.0], [1.0]
         own, run = self._own[sequence], self._run
         for i in range(longest):
-            kept.append(kept[-1] * own.kept(i, run.kept(i)))
-            offered.append(offered[-1] * own.offered(i, run.offered(i)))
+            sure = sure_behind is not None and i >= sure_behind
+            kept.append(kept[-1] * (1.0 if sure else own.kept(i, run.kept(i))))
+            offered.append(offered[-1] * (1.0 if sure else own.offered(i, run.offered(i))))
         return kept[1:], offered[1:]
 
 
 TRIES = 2  # to measure the cost of a length
 PRIOR = 0.7  # of acceptance, before anything is known: high enough to try
 PRIOR_TRIES = 2.0  # what the prior of the run's first place weighs, and a place's neighbour before it
-RUN_TRIES = 6.0  # what the run's experience weighs against a request's own
+RUN_MEMORY = 300  # tries of the run, as `memory` for a request
+RUN_TRIES = 8.0  # what the run's experience weighs against a request's own
 
 
 class Record:

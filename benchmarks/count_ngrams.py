@@ -7,9 +7,9 @@
     python benchmarks/count_ngrams.py specpipe/proposers/smollm2_bigram.safetensors runs/sampled runs/greedy \\
         --singletons --source "..."
 
-`a.jsonl` (256) and `b.jsonl` (105) held prompts of GPTeacher, Self-Instruct, tldr-pages and the training split of GSM8K.
-Only what the target said is counted, no prompt. `--show` prints what a table says of itself: of how many tokens, and
-from where.
+`a.jsonl` (256) and `b.jsonl` (105) held prompts of GPTeacher, Self-Instruct, tldr-pages and the training split of
+GSM8K. Only what the target said is counted, no prompt. `--show` prints what a table says of itself: of how many tokens,
+and from where.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from specpipe.distribution import Prefix, Rows, log_probabilities
-from specpipe.draft import ContractError, Draft
+from specpipe.draft import Draft
+from specpipe.errors import ContractError
 from specpipe.samplers import Sampler
 from specpipe.sequence import Sequence, Step, TokenLogprobs
 

@@ -13,9 +13,11 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import hydra
 import yaml
@@ -25,8 +27,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specpipe.config import CONF, check, explain, register_schemas
-from specpipe.errors import UserError, nearest
+from specpipe.config import CONF, PACKAGE, check, explain, register_schemas
+from specpipe.errors import ContractError, UserError, nearest
 
 COMMANDS = {
     "decode": "decode prompts with a proposer; the text, what was accepted, and where the time went",
@@ -127,8 +129,9 @@ def _job(command: str, config: DictConfig, traced: bool) -> int:
     try:
         check(config, command, overrides)
         return int(importlib.import_module(f"specpipe.commands.{command}").run(config))
-    except (*CONFIG_ERRORS, FloatingPointError) as error:  # the latter: no token is left, or the weights are broken
-        error = UserError(str(error)) if isinstance(error, FloatingPointError) else error
+    # FloatingPointError: no token is left, or the weights are broken
+    except (*CONFIG_ERRORS, FloatingPointError, ContractError) as error:
+        error = UserError(str(error)) if isinstance(error, (FloatingPointError, ContractError)) else error
         job = f"job {given.job.num}: " if given.mode is RunMode.MULTIRUN else ""
         return _complain(explain(error, command, overrides), traced, job)
 
@@ -150,8 +153,9 @@ def _complete(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _surroundings(arguments: list[str]) -> Iterator[None]:
-    """While Hydra runs: its arguments, mistakes raised instead of printed, SIGTERM like Ctrl-C."""
+    """While Hydra runs: its arguments, mistakes raised, not printed, warnings in one line, SIGTERM like Ctrl-C."""
     argv, wished, around = sys.argv, os.environ.get(FULL_ERROR), HydraConfig.instance().cfg
+    show_warning, warnings.showwarning = warnings.showwarning, _one_line_warning
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a user's own class, next to where the command is typed
     before = signal.signal(signal.SIGTERM, _interrupt)
@@ -159,13 +163,22 @@ def _surroundings(arguments: list[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.argv = argv
+        sys.argv, warnings.showwarning = argv, show_warning
         HydraConfig.instance().cfg = around  # `--cfg` and `--help` leave theirs behind
         signal.signal(signal.SIGTERM, before)
         if wished is None:
             del os.environ[FULL_ERROR]
         else:
             os.environ[FULL_ERROR] = wished
+
+
+def _one_line_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Ours as they are meant for people; those of other libraries as Python shows them."""
+    ours = Path(filename).is_relative_to(PACKAGE)
+    text = f"specpipe: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno)
+    sys.stderr.write(text)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -367,7 +367,9 @@ def _options(group: str) -> list[str]:
 
 
 def _values(node: DictConfig, resolve: bool = True) -> dict[str, Any]:
-    return {str(name): value for name, value in _container(node, resolve).items() if name != "_target_"}
+    """Without those that were never given (`???`)."""
+    container = _container(node, resolve)
+    return {str(name): value for name, value in container.items() if name != "_target_" and value != MISSING}
 
 
 def _container(node: DictConfig, resolve: bool) -> dict[Any, Any]:

@@ -56,32 +56,6 @@ class Draft:
                 probs[b, : len(x)] = q
         return cls(plain.tokens, plain.lengths, probs, sources, [q is not None for _, q in rows])
 
-    def fault(self, asked: Sequence[int], vocabulary: int) -> str | None:
-        """What is wrong with an answer to `asked` lengths, for a target of so many ids; None if nothing is.
-
-        Values are looked at on the host only: on a device it would have to be waited for.
-        """
-        rows, longest = len(asked), max(self.lengths, default=0)
-        if len(self.lengths) != rows or any(k > limit for k, limit in zip(self.lengths, asked, strict=False)):
-            return f"returned drafts of {self.lengths} tokens where at most {list(asked)} were asked"
-        if self.tokens.shape[0] != rows or self.tokens.shape[1] < longest:
-            return f"returned tokens of shape {list(self.tokens.shape)} for drafts of {self.lengths}"
-        if self.probs is not None and (
-            self.probs.shape[:1] != (rows,) or self.probs.shape[1] < longest or self.probs.shape[2:] != (vocabulary,)
-        ):
-            return f"returned q of shape {list(self.probs.shape)}, not [{rows}, {longest}, {vocabulary}]"
-        if self.tokens.device.type != "cpu":
-            return None
-        return next((fault for b in range(rows) if (fault := self._row_fault(b, vocabulary))), None)
-
-    def _row_fault(self, b: int, vocabulary: int) -> str | None:
-        x, q = self.row(b)
-        if any(not 0 <= token < vocabulary for token in x):
-            return f"proposed {x}, but the target's ids end at {vocabulary - 1}"
-        if q is not None and q.device.type == "cpu" and x and not ((q.sum(-1) - 1).abs() < SLACK).all():
-            return f"returned q that sums to {q.sum(-1).tolist()}, not to 1"
-        return None
-
     def row(self, b: int) -> tuple[list[int], Tensor | None]:
         """Row b as (tokens, q): a list of k tokens, and q [k, V] or None."""
         k = self.lengths[b]
@@ -94,5 +68,35 @@ class Draft:
         return self.probs[b, : self.lengths[b]]
 
 
-class ContractError(RuntimeError):
-    """A proposer broke its contract (too many tokens, an id the target lacks, no mass in q), or a policy its own."""
+def fault_of(draft: object, asked: Sequence[int], vocabulary: int) -> str | None:
+    """What is wrong with a proposer's answer to `asked` lengths, for a target of so many ids; None if nothing is.
+
+    Values are looked at on the host only: on a device it would have to be waited for.
+    """
+    if not isinstance(draft, Draft):
+        return f"returned a {type(draft).__name__}, not a Draft"
+    rows, longest = len(asked), max(draft.lengths, default=0)
+    if len(draft.lengths) != rows or any(k > limit for k, limit in zip(draft.lengths, asked, strict=False)):
+        return f"returned drafts of {draft.lengths} tokens where at most {list(asked)} were asked"
+    if draft.tokens.shape[0] != rows or draft.tokens.shape[1] < longest:
+        return f"returned tokens of shape {list(draft.tokens.shape)} for drafts of {draft.lengths}"
+    if draft.probs is not None:
+        shape = draft.probs.shape
+        if shape[:1] != (rows,) or shape[1] < longest or shape[2:] != (vocabulary,):
+            return f"returned q of shape {list(shape)}, not [{rows}, {longest}, {vocabulary}]"
+        if not draft.probs.is_floating_point():
+            return f"returned q of type {draft.probs.dtype}, not floating point"
+    if draft.tokens.device.type != "cpu":
+        return None
+    return next((fault for b in range(rows) if (fault := _row_fault(draft, b, vocabulary))), None)
+
+
+def _row_fault(draft: Draft, b: int, vocabulary: int) -> str | None:
+    x, q = draft.row(b)
+    if any(not 0 <= token < vocabulary for token in x):
+        return f"proposed {x}, but the target's ids end at {vocabulary - 1}"
+    if q is None or q.device.type != "cpu" or not x:
+        return None
+    if not ((q.sum(-1) - 1).abs() < SLACK).all():
+        return f"returned q that sums to {q.sum(-1).tolist()}, not to 1"
+    return "returned q with a negative probability" if q.amin() < 0 else None

@@ -33,6 +33,10 @@ class UserError(ValueError):
         return UserError(self.message, key=f"{group}.{self.key}" if self.key else group)
 
 
+class ContractError(RuntimeError):
+    """A proposer broke its contract (too many tokens, an id the target lacks, no mass in q), or a policy its own."""
+
+
 def nearest(word: str, options: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` when an option is close to `word`, else the empty string.
 
@@ -88,4 +92,11 @@ def flag(key: str, value: Any) -> bool:
     """`value` if it is a boolean."""
     if not isinstance(value, bool):
         raise UserError(f"{value!r} is not true or false.", key=key)
+    return value
+
+
+def having(key: str, value: Any, method: str) -> Any:
+    """`value` if it has the method that makes it a component of its kind."""
+    if not callable(getattr(value, method, None)):
+        raise UserError(f"{type(value).__name__} has no method {method!r}, which it needs.", key=key)
     return value

@@ -13,9 +13,9 @@ from torch import Tensor
 from specpipe.acceptance import Verdict, decides_on_device, draft_logprobs, emitted_logprobs, judge_on_device, judge_row
 from specpipe.chance import Chance
 from specpipe.clock import StepClock
-from specpipe.draft import ContractError, Draft
+from specpipe.draft import Draft, fault_of
 from specpipe.draft_length import DraftLength, Fixed
-from specpipe.errors import UserError, integer
+from specpipe.errors import ContractError, UserError, having, integer
 from specpipe.proposers import Proposer
 from specpipe.samplers import Sampler
 from specpipe.sequence import Sequence, Step
@@ -53,6 +53,9 @@ class Pipeline:
         chat: bool | None = None,
         score_drafts: bool = False,
     ) -> None:
+        for key, part, method in (("proposer", proposer, "propose"), ("draft_length", draft_length, "choose")):
+            if part is not None:
+                having(key, part, method)
         self.verifier = verifier
         self.proposer = proposer
         self.sampler = sampler
@@ -73,7 +76,7 @@ class Pipeline:
         first = not sequences[0].steps  # this pass also reads the prompt
         with clock.part("draft"):
             k = self._lengths(sequences)
-            draft = self._checked(self.proposer.propose(sequences, k), k)  # x [B, K] ~ q [B, K, V]
+            draft = self._proposed(sequences, k)  # x [B, K] ~ q [B, K, V]
         with clock.part("prefill" if first else "verify"):
             logits = self.verifier.score(sequences, draft)  # B x [k + 1, V]
         with clock.part("accept"):
@@ -183,15 +186,19 @@ class Pipeline:
     def _lengths(self, sequences: list[Sequence]) -> list[int]:
         """At most how many tokens to draft for each request: what the policy wants and the request has room for."""
         wanted = self.draft_length.choose(sequences, self.gamma)
-        if len(wanted) != len(sequences) or not all(0 <= length <= self.gamma for length in wanted):
-            name = type(self.draft_length).__name__
-            raise ContractError(f"{name} chose {wanted} for {len(sequences)} requests and at most {self.gamma} tokens")
+        fits = isinstance(wanted, Items) and len(wanted) == len(sequences)
+        if not fits or not all(isinstance(length, int) and 0 <= length <= self.gamma for length in wanted):
+            what = f"chose {wanted!r} for {len(sequences)} requests and at most {self.gamma} tokens"
+            raise ContractError(f"{type(self.draft_length).__name__} {what}")
         return [sequence.room(length) for sequence, length in zip(sequences, wanted, strict=True)]
 
-    def _checked(self, draft: Draft, asked: list[int]) -> Draft:
-        """The draft, if it keeps the proposer's contract as far as that can be seen."""
-        fault = draft.fault(asked, self.verifier.target.vocabulary)
-        if fault:
+    def _proposed(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
+        """The proposer's draft, if it keeps its contract as far as that can be seen."""
+        before = [len(sequence.tokens) for sequence in sequences]
+        draft = self.proposer.propose(sequences, lengths)
+        if [len(sequence.tokens) for sequence in sequences] != before:
+            raise ContractError(f"{self._proposer_name} changed the tokens of a request, which are read-only")
+        if fault := fault_of(draft, lengths, self.verifier.target.vocabulary):
             raise ContractError(f"{self._proposer_name} {fault}")
         return draft
 

@@ -14,7 +14,7 @@ from specpipe import cli
 from specpipe.audit.exact import largest_difference, output_law, target_law
 from specpipe.audit.tables import FixedProposer, TableProposer, table
 from specpipe.draft import Draft
-from specpipe.errors import UserError
+from specpipe.errors import ContractError, UserError
 from specpipe.proposers.cascade import Cascade
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
@@ -255,3 +255,23 @@ def test_extend_is_true_or_false() -> None:
 def test_members_that_are_none_are_named(members: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         Cascade(members=members)
+
+
+def test_members_of_one_class_are_numbered_and_faulty_ones_named() -> None:
+    made = bound({"_target_": EVEN, "token": 1}, {"_target_": EVEN, "token": 2})
+    assert list(made._members) == ["Even", "Even 2"]
+    with pytest.raises(ContractError, match="Even proposed"):
+        bound({"_target_": EVEN, "token": 99}).propose(sequences([0, 0]), [1])
+
+
+@pytest.mark.parametrize(
+    ("member", "said"),
+    [
+        ("nope", r"members\[0\]: no option 'nope'"),
+        ("draft", r"members\[0\]\.model: has no value"),
+        ({"_target_": "builtins.dict"}, r"members\[0\]: dict has no method"),
+    ],
+)
+def test_what_is_wrong_with_a_member_is_told_at_its_place(member: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Cascade(members=[member])

@@ -10,9 +10,8 @@ import specpipe
 from specpipe.audit.exact import largest_difference, output_law, target_law
 from specpipe.audit.tables import FixedProposer, TableProposer, table
 from specpipe.chance import Chance
-from specpipe.draft import ContractError
 from specpipe.draft_length import Adaptive, Costs, Fixed
-from specpipe.errors import UserError
+from specpipe.errors import ContractError, UserError
 from specpipe.sequence import Sequence, Step
 from specpipe.settings import GenerationSettings
 from tests.stand_ins import chain, greedy, pipeline_of, right_but_at
@@ -142,8 +141,8 @@ def test_lengths_chosen_from_earlier_steps_keep_the_law() -> None:
     assert largest_difference(output_law(pipeline, [1, 0], 4), wanted) <= 1e-12
 
 
-@pytest.mark.parametrize("chosen", [[9], [-1], [1, 1]])
-def test_a_policy_that_breaks_its_contract_is_named(chosen: list[int]) -> None:
+@pytest.mark.parametrize("chosen", [[9], [-1], [1, 1], [1.5], ["a"], None, 3])
+def test_a_policy_that_breaks_its_contract_is_named(chosen: Any) -> None:
     class Wild:
         def choose(self, sequences: list[Sequence], longest: int) -> list[int]:
             return chosen

@@ -18,8 +18,7 @@ import specpipe
 from specpipe.audit.exact import largest_difference, output_law, target_law
 from specpipe.audit.tables import Rule, table
 from specpipe.chance import Chance
-from specpipe.draft import ContractError
-from specpipe.errors import UserError
+from specpipe.errors import ContractError, UserError
 from specpipe.pipeline import Pipeline
 from specpipe.proposers.draft import words_of
 from specpipe.proposers.model import ModelProposer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ import torch
 import specpipe
 from specpipe.audit.tables import FixedProposer, TableProposer, table
 from specpipe.chance import Chance
-from specpipe.draft import ContractError, Draft
+from specpipe.draft import Draft
+from specpipe.errors import ContractError, UserError
 from specpipe.proposers.ngram import NgramProposer
 from specpipe.proposers.none import NoProposer
+from specpipe.sequence import Sequence
 from specpipe.stats import completion, summarise
 from tests.stand_ins import constant, context, greedy, pipeline_of, right_but_at
 
@@ -139,6 +142,8 @@ def test_drawn_text_follows_the_law_end_to_end() -> None:
         (Draft(torch.tensor([[1]]), [1], torch.tensor([[[0.6]]])), "q of shape"),
         (Draft(torch.tensor([[1]]), [1], torch.tensor([[[0.6, 0.4]]])), "q of shape"),
         (Draft(torch.tensor([[1]]), [1], torch.tensor([[[1.2, 0.6, 0.2]]])), "sums to"),
+        (Draft(torch.tensor([[1]]), [1], torch.tensor([[[-0.2, 1.0, 0.2]]])), "negative"),
+        (Draft(torch.tensor([[1]]), [1], torch.tensor([[[0, 1, 0]]])), "not floating point"),
         (Draft(torch.tensor([[1]]), [2]), "tokens of shape"),
     ],
 )
@@ -149,6 +154,30 @@ def test_a_proposer_that_breaks_its_contract_is_named(draft: Draft, says: str) -
 
     with pytest.raises(ContractError, match=f"Rogue.*{says}"):
         pipeline_of(P, 3, Rogue(), gamma=3, temperature=1.0).generate([[0]])
+
+
+class Meddling:
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
+        sequences[0].tokens.append(0)
+        return Draft.of([[]])
+
+
+class Forgetful:
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("proposer", "says"), [(Meddling(), "changed the tokens"), (Forgetful(), "NoneType, not a Draft")]
+)
+def test_a_proposer_is_named_that_changes_a_request_or_returns_something_else(proposer: Any, says: str) -> None:
+    with pytest.raises(ContractError, match=f"{type(proposer).__name__}.*{says}"):
+        pipeline_of(P, 3, proposer, gamma=3).generate([[0]])
+
+
+def test_what_is_no_proposer_is_refused_before_anything_is_decoded() -> None:
+    with pytest.raises(UserError, match=r"^proposer: dict has no method 'propose'"):
+        pipeline_of(P, 3, {})
 
 
 def test_a_foreign_id_is_named_before_a_real_model_sees_it() -> None:

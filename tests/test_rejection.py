@@ -9,7 +9,7 @@ import torch
 
 from specpipe.chance import Chance
 from specpipe.distribution import Rows
-from specpipe.draft import ContractError
+from specpipe.errors import ContractError
 from specpipe.samplers.rejection import Rejection, residual
 from specpipe.settings import GenerationSettings
 

@@ -34,8 +34,7 @@ from specpipe.commands.parts import (
 )
 from specpipe.config import build, plain
 from specpipe.console import OutputClosed
-from specpipe.draft import ContractError
-from specpipe.errors import UserError
+from specpipe.errors import ContractError, UserError
 from specpipe.pipeline import Pipeline
 from specpipe.proposers import Proposer
 from specpipe.report.audit import audit_page

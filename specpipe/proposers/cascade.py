@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 from specpipe.config import build, option
-from specpipe.draft import Draft
-from specpipe.errors import UserError, flag
+from specpipe.draft import Draft, fault_of
+from specpipe.errors import ContractError, UserError, flag, having
 from specpipe.proposers import Extender, Proposer
 from specpipe.sequence import Sequence
 
@@ -37,9 +37,13 @@ class Cascade:
     def __init__(self, *, members: Items[str | Mapping[str, Any]] = ("suffix", "ngram"), extend: bool = False) -> None:
         if isinstance(members, (str, Mapping)) or not isinstance(members, Items) or not members:
             raise UserError(f"{members!r} is not a list of proposers such as [suffix,ngram].", key="members")
-        self._members = dict(_member(each, number) for number, each in enumerate(members))
-        if len(self._members) < len(members):
+        if any(isinstance(each, str) and list(members).count(each) > 1 for each in members):
             raise UserError(f"{list(members)!r} names one proposer twice.", key="members")
+        self._members: dict[str, Proposer] = {}
+        for number, each in enumerate(members):
+            name, proposer = _member(each, number)
+            again = sum(known.partition(" ")[0] == name for known in self._members)
+            self._members[f"{name} {again + 1}" if again else name] = proposer
         self._extends = flag("extend", extend)
 
     def bind(self, target: Any) -> None:
@@ -70,6 +74,8 @@ class Cascade:
             askers, room = [sequences[b] for b in asked], [lengths[b] - len(rows[b][0]) for b in asked]
             given = [rows[b][0] for b in asked]
             draft = extender.extend(askers, given, room) if extender else proposer.propose(askers, room)
+            if fault := fault_of(draft, room, self._size):
+                raise ContractError(f"{name} {fault}")
             for i, b in enumerate(asked):
                 if draft.lengths[i]:
                     sources[b] = sources[b] or name
@@ -93,9 +99,15 @@ def _one_hot(x: list[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _member(given: Any, number: int) -> tuple[str, Proposer]:
+    """A member's name, of its option or its class, and the member."""
     key = f"members[{number}]"
     if isinstance(given, str):
-        return given, build(option("proposer", given), key)
-    if not isinstance(given, Mapping) or "_target_" not in given:
+        try:
+            name, node = given, option("proposer", given)
+        except UserError as error:
+            raise UserError(error.message, key=key) from error
+    elif isinstance(given, Mapping) and "_target_" in given:
+        name, node = str(given["_target_"]).rpartition(".")[2], OmegaConf.create(dict(given))
+    else:
         raise UserError(f"{given!r} is neither a proposer's name nor a mapping with a _target_.", key=key)
-    return str(given["_target_"]).rpartition(".")[2], build(OmegaConf.create(dict(given)), key)
+    return name, having(key, build(node, key), "propose")

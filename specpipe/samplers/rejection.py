@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specpipe.chance import Chance
 from specpipe.distribution import Rows
-from specpipe.draft import ContractError
+from specpipe.errors import ContractError
 
 
 class Rejection:

@@ -71,7 +71,7 @@ def hf(*, model: str, dtype: str = "bfloat16", device: str = "auto") -> Target:
         UserError: if there is no such model, or it is not a causal LM that `transformers` can load.
     """
     where, kind = _device(device), _dtype(dtype)
-    if not isinstance(model, str):
+    if not isinstance(model, str) or not model.strip():
         raise UserError(f"{model!r} is neither a directory nor a hub id like 'org/name'.", key="model")
     path = from_start(model)
     if path.is_dir():

@@ -599,7 +599,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_rule_does_not_have_the_targets_law(wrong: str) -> None:
     case = models().filter(lambda both: both.k > 0)
-    found(case, lambda both: both.error_of(WRONG[wrong]) > 1e-3, settings=FIRST_FOUND, random=random.Random(0))
+    found(case, lambda both: both.error_of(WRONG[wrong]) > 1e-3)
 
 
 def test_a_block_that_ends_at_its_first_failure_keeps_fewer_drafts_than_the_token_rule() -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from specpipe.audit.exact import explore, largest_difference, output_law, target_law
 from specpipe.audit.tables import table
 from specpipe.chance import Chance
-from specpipe.draft import Draft
+from specpipe.draft import Draft, fault_of
 from specpipe.errors import UserError
 from specpipe.proposers.counts import Counts, Origin, Smoothed, fit, load, save, vocabulary_hash
 from specpipe.proposers.table import SHIPPED, CountsProposer
@@ -284,7 +284,7 @@ def test_rows_of_a_batch_draft_as_they_do_alone(path: Path, settings: dict[str, 
     made = proposer(path)
     prompts, lengths = [[0], [1, 2, 1], [2, 2], [0, 1]], [3, 5, 0, 4]
     batch = made.propose([sequence(ids, (2,), **settings) for ids in prompts], lengths)
-    assert batch.fault(lengths, V) is None
+    assert fault_of(batch, lengths, V) is None
     for b, (ids, k) in enumerate(zip(prompts, lengths, strict=True)):
         alone, q = made.propose([sequence(ids, (2,), **settings)], [k]).row(0)
         x, probs = batch.row(b)
@@ -333,7 +333,7 @@ def test_rows_with_and_without_q_are_joined() -> None:
     assert torch.equal(law, q)
     assert draft.row(1) == ([2, 0], None)
     assert draft.row(2) == ([], None)
-    assert draft.fault([2, 2, 2], 3) is None
+    assert fault_of(draft, [2, 2, 2], 3) is None
     assert Draft.joined([([1], None)], 3).probs is None
 
 

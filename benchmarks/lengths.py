@@ -14,6 +14,7 @@ import argparse
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -111,9 +112,9 @@ def pooled(steps: dict[str, dict[str, list[Step]]]) -> dict[str, list[Step]]:
     return together
 
 
-def rate(steps: list[Step], cost: object) -> float:
+def rate(steps: list[Step], cost: Callable[[Step], float]) -> float:
     """Tokens per second with a cost for each step."""
-    return sum(len(step.tokens) for step in steps) / sum(cost(step) for step in steps)  # type: ignore[operator]
+    return sum(len(step.tokens) for step in steps) / sum(cost(step) for step in steps)
 
 
 if __name__ == "__main__":

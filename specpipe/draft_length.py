@@ -67,9 +67,10 @@ class Adaptive:
         length = self._unknown(len(sequences), longest) if sequences[0].steps else None  # the first pass is not timed
         if length is None:
             self._chosen += 1
-            length = self._best(sequences, longest)
+            rates = self._rates(sequences, longest)
+            length = max(range(longest + 1), key=rates.__getitem__)  # of equals the shortest
             if self._chosen % self.probe_every == 0:
-                length = self._neighbour(sequences, longest, length)
+                length = self._neighbour(sequences, longest, length, rates[length])
         return [length] * len(sequences)
 
     def _unknown(self, rows: int, longest: int) -> int | None:
@@ -96,27 +97,23 @@ class Adaptive:
             widest = max(steps, key=lambda step: step.drafted)
             self._costs.setdefault(rows, Costs()).add(widest.drafted, sum(widest.seconds.values()))
 
-    def _best(self, sequences: list[Sequence], longest: int) -> int:
-        rates = self._rates(sequences, longest)
-        return max(range(longest + 1), key=rates.__getitem__)  # of equals the shortest
-
-    def _neighbour(self, sequences: list[Sequence], longest: int, best: int) -> int:
+    def _neighbour(self, sequences: list[Sequence], longest: int, best: int, rate: float) -> int:
         """One less or one more, in turn; more only if that paid, were everything behind the best length accepted."""
         if best > 0 and self._chosen // self.probe_every % 2 == 0:
             return best - 1
         hope = max(self._rates(sequences, longest, sure_behind=best))
-        return min(best + 1, longest) if hope > self._rates(sequences, longest)[best] else best
+        return min(best + 1, longest) if hope > rate else best
 
     def _rates(self, sequences: list[Sequence], longest: int, sure_behind: int | None = None) -> list[float]:
         """Expected tokens per second of a pass that asks for 0 .. longest; what is `sure_behind` it is accepted."""
-        costs = self._costs.get(len(sequences), Costs())
+        costs = self._costs.get(len(sequences), Costs()).up_to(longest)
         kept, offered = zip(*(self._chances(sequence, longest, sure_behind) for sequence in sequences), strict=True)
-        tokens, seconds = float(len(sequences)), costs.seconds(0)
+        tokens, seconds = float(len(sequences)), costs[0]
         rates = [tokens / seconds]
         for k in range(1, longest + 1):
             tokens += sum(row[k - 1] for row in kept)
             some_row = 1 - math.prod(1 - row[k - 1] for row in offered)  # has k tokens, so the pass is that wide
-            seconds += some_row * (costs.seconds(k) - costs.seconds(k - 1))
+            seconds += some_row * (costs[k] - costs[k - 1])
             rates.append(tokens / seconds)
         return rates
 
@@ -208,12 +205,10 @@ class Costs:
     def knows(self, drafted: int) -> bool:
         return drafted in self._seen
 
-    def seconds(self, drafted: int) -> float:
-        """Expected; in arbitrary units before any pass was measured."""
+    def up_to(self, longest: int) -> list[float]:
+        """Expected seconds for 0 .. longest; in arbitrary units before any pass was measured."""
         known = sorted((length, median(seen)) for length, seen in self._seen.items())
-        if not known:
-            return 1 + SLOPE * drafted
-        return _on_line(known, drafted)
+        return [_on_line(known or [(0, 1.0)], drafted) for drafted in range(longest + 1)]
 
 
 def _on_line(known: Items[tuple[int, float]], drafted: int) -> float:

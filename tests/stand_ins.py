@@ -6,6 +6,7 @@ anything beside it, so a lost, stale or doubled entry changes the result at once
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from specpipe.pipeline import Pipeline
 from specpipe.samplers.rejection import Rejection
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.eager import EagerVerifier
-from specpipe.verifier.targets import Target
+from specpipe.verifier.targets import Target, tiny
 
 
 def chain(size: int) -> Rule:
@@ -211,3 +212,11 @@ def uncached(model: Any, ids: list[int]) -> Tensor:
 def own_greedy(model: Any, prompt: list[int], n: int) -> list[int]:
     """Plain greedy decoding by a model's own forward, without any cache."""
     return greedy(lambda ids: uncached(model, ids)[-1], prompt, n)
+
+
+def saved_tiny(folder: Path) -> Path:
+    """The target `tiny` as a directory of `transformers`."""
+    target = tiny(device="cpu")
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder

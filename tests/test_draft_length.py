@@ -115,8 +115,9 @@ def test_costs_are_medians_with_lines_between() -> None:
     for seconds in (1.0, 1.0, 50.0):
         costs.add(0, seconds)
     costs.add(4, 2.0)
-    assert [costs.seconds(k) for k in (0, 1, 2, 4)] == [1.0, 1.25, 1.5, 2.0]
-    assert costs.seconds(8) > 2.0
+    assert costs.up_to(4) == [1.0, 1.25, 1.5, 1.75, 2.0]
+    assert costs.up_to(8)[8] > 2.0
+    assert sorted(Costs().up_to(3)) == Costs().up_to(3)  # nothing measured: each token costs something
 
 
 @pytest.mark.parametrize("policy", [Adaptive(), Adaptive(probe_every=2)])

@@ -23,8 +23,7 @@ from specpipe.samplers.block import Block
 from specpipe.samplers.rejection import Rejection
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
-from specpipe.verifier.targets import tiny
-from tests.stand_ins import TableModel, chain, constant, context, greedy, pipeline_of
+from tests.stand_ins import TableModel, chain, constant, context, greedy, pipeline_of, saved_tiny
 
 V = 3
 P, Q = table(V, seed=3, zeros=0), table(V, seed=7, zeros=0)
@@ -262,11 +261,7 @@ def test_extending_leaves_room_for_the_given_tokens() -> None:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("draft")
-    target = tiny(device="cpu")
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
-    return folder
+    return saved_tiny(tmp_path_factory.mktemp("draft"))
 
 
 TINY = ("target=tiny", "target.device=cpu", "generation=sample", "generation.max_new_tokens=30")

@@ -19,15 +19,12 @@ from specpipe.settings import GenerationSettings
 from specpipe.text import TextCodec
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import hf, tiny
+from tests.stand_ins import saved_tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    target = tiny(device="cpu")
-    target.model.save_pretrained(path)
-    target.tokenizer.save_pretrained(path)
-    return path
+    return saved_tiny(tmp_path_factory.mktemp("model"))
 
 
 def test_a_directory_loads_without_the_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

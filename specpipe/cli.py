@@ -7,7 +7,7 @@ code. Imports Hydra and nothing heavier, so that help, `--cfg` and mistakes answ
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import itertools
 import os
 import signal
@@ -33,6 +33,7 @@ from specpipe.errors import ContractError, UserError, nearest
 COMMANDS = {
     "decode": "decode prompts with a proposer; the text, what was accepted, and where the time went",
     "audit": "prove that nothing is lost: exact law, greedy identity, sampled law; also of another engine's output",
+    "train": "train a proposer on what the target writes itself; from a checkout, also as python -m train",
 }
 
 USAGE = """\
@@ -57,13 +58,15 @@ VALUE_FLAGS = ("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-p
 CONFIG_ERRORS = (UserError, HydraException, OmegaConfBaseException)
 
 
-def main() -> int:
-    """Run the command of `sys.argv`.
+def main(command: str | None = None) -> int:
+    """Run the command of `sys.argv`, or `command` with the words there.
 
     Returns 0, 1 (the answer is no), 2 (wrong input, not saved), 3 (not enough data for an answer), 130 (interrupted)
     or 141 (pipe closed).
     """
     program, *words = sys.argv
+    if command:
+        return _run(command, program, words, typed=words)
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())), end="")
         return 0 if words else 2
@@ -78,16 +81,16 @@ def main() -> int:
     if command not in COMMANDS:
         hint = nearest(command, COMMANDS)
         return _complain(UserError(f"no command {command!r}; there is {', '.join(COMMANDS)}.{hint}"))
-    return _run(command, program, rest)
+    return _run(command, program, rest, typed=words)
 
 
-def _run(command: str, program: str, overrides: list[str], shown_as: str | None = None) -> int:
+def _run(command: str, program: str, overrides: list[str], *, typed: list[str], shown_as: str | None = None) -> int:
     traced = os.environ.get(FULL_ERROR, "0") not in ("", "0")
     codes: list[int] = []
     crashed: list[Exception] = []
 
     def task(config: DictConfig) -> None:
-        sys.argv = [program, command, *overrides]  # as typed, for whoever starts this program again
+        sys.argv = [program, *typed]  # for whoever starts this program again
         try:
             codes.append(_job(command, config, traced))
         except Exception as error:
@@ -127,6 +130,8 @@ def _job(command: str, config: DictConfig, traced: bool) -> int:
     # Unresolved: a `${...}` in a prompt stays as typed.
     overrides = cast("list[str]", OmegaConf.to_container(given.overrides.task, resolve=False))
     try:
+        if command == "train" and importlib.util.find_spec("train") is None:
+            raise UserError("training runs from a checkout of specpipe: python -m train, in its folder.")
         check(config, command, overrides)
         return int(importlib.import_module(f"specpipe.commands.{command}").run(config))
     # FloatingPointError: no token is left, or the weights are broken
@@ -148,7 +153,7 @@ def _complete(words: list[str]) -> int:
             return 0
         command = typed.pop(1)
         os.environ["COMP_LINE"] = " ".join(typed)
-    return _run(command, "specpipe", words, shown_as="specpipe")
+    return _run(command, "specpipe", words, typed=words, shown_as="specpipe")
 
 
 @contextlib.contextmanager

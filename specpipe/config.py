@@ -87,7 +87,27 @@ class AuditSchema(PipelineSchema):
     batch_size: int = _from(1, 8)
 
 
-SCHEMAS = {"decode": DecodeSchema, "audit": AuditSchema}
+@dataclass
+class TrainSchema:
+    """Keys of `train`."""
+
+    defaults: list[Any] = field(default_factory=list)
+    target: Any = MISSING
+    data: Any = MISSING
+    student: Any = MISSING
+    loss: Any = MISSING
+    optimizer: Any = MISSING
+    trainer: Any = MISSING
+    wandb: Any = MISSING
+    task: str = "fit"
+    resume: str | None = None
+    num_speculative_tokens: int | None = None
+    save_every: int = _from(1, 50)
+    check_prompts: int = _from(1, 8)
+    seed: int = _from(0, 0)
+
+
+SCHEMAS = {"decode": DecodeSchema, "audit": AuditSchema, "train": TrainSchema}
 TYPES = {"int": "a whole number", "bool": "true or false", "str | None": "a text"}
 
 
@@ -285,6 +305,8 @@ def _refuse_doubled(overrides: Sequence[str]) -> None:
     seen: dict[tuple[str, str | None], str | None] = {}
     for each in _parsed(overrides):
         key = (each.key_or_group, each.package)
+        if each.key_or_group.startswith("hydra."):
+            continue  # a launcher that starts this program again for its other processes adds its own
         if key in seen:
             raise UserError(f"given twice: {seen[key]} and {each.input_line}.", key=each.key_or_group)
         seen[key] = each.input_line

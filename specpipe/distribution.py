@@ -82,8 +82,10 @@ def in_vocabulary(logits: Tensor, size: int, ids: Tensor | None = None) -> Tenso
     if ids is None and logits.shape[-1] >= size:
         return logits[..., :size]
     ids = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
-    known = (ids >= 0) & (ids < size)
     placed = logits.new_full((*logits.shape[:-1], size), -torch.inf)
+    known = (ids >= 0) & (ids < size)
+    if known.all():  # as for a trimmed vocabulary; picking all would take longer than looking
+        return placed.index_copy_(-1, ids, logits)
     return placed.index_copy_(-1, ids[known], logits[..., known])
 
 

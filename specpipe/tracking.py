@@ -1,4 +1,4 @@
-"""The wandb run of one `decode` job: one class owns it, and nothing it does can break or hold up a decode.
+"""The wandb run of one job: one class owns it, and nothing it does can break or hold up a decode or a training.
 
 Knows wandb and the shape of result.json. Knows nothing about models, Hydra or the file result.json, and computes no
 number: what it logs was measured elsewhere. wandb is imported when the run starts, never before.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -20,30 +21,42 @@ INIT_SECONDS = 20.0  # wandb's own limit for an answer of its server
 START_SECONDS = 60.0  # importing wandb, starting its service process, and the above
 LOG_SECONDS = 10.0  # a healthy call takes about 1 ms
 FINISH_SECONDS = 30.0
+ARTIFACT_SECONDS = 600.0  # reading the files, and online their upload
 ABANDON_SECONDS = 3.0
 TEXT_LIMIT = 2000  # characters of a prompt or a text in the table
 REASON_LIMIT = 250  # characters of wandb's own message in the warning
+REQUEST, STEP = "request/index", "trainer/global_step"
+AXES = {"request/*": REQUEST, "train/*": STEP, "val/*": STEP}  # of what is logged -> over what it is drawn
 
 
 class NoRun:
     """Stands in for `WandbRun` where no run is wanted: writes nothing, imports nothing."""
 
-    def start(self, command: str, config: Mapping[str, Any], folder: Path) -> None:
+    run_id: str | None = None
+
+    def start(self, command: str, config: Mapping[str, Any], folder: Path, *, resume: str | None = None) -> None:
         """Nothing is started."""
 
     def log_request(self, index: int, request: Mapping[str, Any], num_spec_tokens: int) -> None:
         """Nothing is logged."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Nothing is logged."""
+
+    def log_artifact(self, name: str, kind: str, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Nothing is kept."""
 
     def finish(self, result: Mapping[str, Any], exit_code: int) -> None:
         """Nothing is left to finish."""
 
 
 class WandbRun:
-    """The wandb run of one job: `start`, `log_request` after each request, `finish` in any case.
+    """The wandb run of one job: `start`, then what there is to log, `finish` in any case.
 
-    After `start` no method raises, whatever wandb does. The first failure prints one line to stderr and ends the
-    tracking of this job. The environment variable WANDB_MODE can only make a run more private: `disabled` and
-    `offline` win over `online`, `online` does not win over `offline`.
+    A decode logs each request, a training its metrics by step and at its end the draft. After `start` no method
+    raises, whatever wandb does. The first failure prints one line to stderr and ends the tracking of this job. The
+    environment variable WANDB_MODE can only make a run more private: `disabled` and `offline` win over `online`,
+    `online` does not win over `offline`.
 
     Args:
         mode: offline (files below the run's folder, no network) or online.
@@ -74,19 +87,29 @@ class WandbRun:
         self._group = None if group is None else _label("group", group)
         self._tags = _labels("tags", tags)
         self._folder = Path()
+        self._command = ""
         self._run: Any = None  # None: not started, failed, or finished
+        self._run_id: str | None = None
 
-    def start(self, command: str, config: Mapping[str, Any], folder: Path) -> None:
-        """Begins a run of its own in `folder`/wandb; a run that an earlier job left open is finished first.
+    @property
+    def run_id(self) -> str | None:
+        """wandb's id of the run, with which a later job goes on as the same run; None where there was never one."""
+        return self._run_id
+
+    def start(self, command: str, config: Mapping[str, Any], folder: Path, *, resume: str | None = None) -> None:
+        """Begins a run in `folder`/wandb; a run that an earlier job left open is finished first.
 
         Args:
             command: the specpipe command; becomes wandb's job type.
             config: the resolved configuration.
             folder: the run's folder.
+            resume: `run_id` of the run to go on as; None begins a new one. Offline, each part has files of its own
+                under the one id, which `wandb sync` puts together.
         """
+        self._command, self._folder, self._run_id = command, folder, resume
         if os.environ.get("WANDB_MODE") != "disabled":
-            self._folder = folder
-            self._run = self._guard(lambda: self._open(command, config, folder), START_SECONDS)
+            self._run = self._guard(lambda: self._open(command, config, folder, resume), START_SECONDS)
+            self._run_id = self._run.id if self._run is not None else resume
 
     def log_request(self, index: int, request: Mapping[str, Any], num_spec_tokens: int) -> None:
         """Logs the numbers of one finished request, on an axis of their own: `request/index`.
@@ -100,8 +123,37 @@ class WandbRun:
         if run is not None:
             self._guard(lambda: run.log(_metrics(index, request, num_spec_tokens)), LOG_SECONDS)
 
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Logs one point of the curves of a training.
+
+        wandb's own step is left to count the calls: told to go back, as a resumed training must, it would drop points.
+
+        Args:
+            metrics: by name, `train/...` and `val/...`.
+            step: optimizer steps done; the axis of all curves, as `trainer/global_step`.
+        """
+        run = self._run
+        if run is not None:
+            self._guard(lambda: run.log({**metrics, STEP: step}), LOG_SECONDS)
+
+    def log_artifact(self, name: str, kind: str, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Logs the files of a folder as a versioned artifact of this run.
+
+        Offline the run notes where they lie, without a copy: `wandb sync` uploads them from there. Online this waits
+        until they are uploaded.
+
+        Args:
+            name: of the artifact; a character that wandb does not allow becomes a dash.
+            kind: wandb's type of the artifact, such as `model`.
+            folder: all files below it.
+            metadata: what they are: figures, the command, the data. Shown beside the files.
+        """
+        run = self._run
+        if run is not None:
+            self._guard(lambda: _upload(run, name, kind, folder, metadata), ARTIFACT_SECONDS)
+
     def finish(self, result: Mapping[str, Any], exit_code: int) -> None:
-        """Logs the table of requests, the two charts and the summary, and ends the run.
+        """Logs the tables of tests and requests, the two charts, those that there are, the summary, and ends the run.
 
         Args:
             result: the content of result.json; after an interruption, as much of it as there is.
@@ -111,7 +163,7 @@ class WandbRun:
         if run is not None:
             self._guard(lambda: _close(run, result, exit_code, self._folder), FINISH_SECONDS)
 
-    def _open(self, command: str, config: Mapping[str, Any], folder: Path) -> Any:
+    def _open(self, command: str, config: Mapping[str, Any], folder: Path, resume: str | None) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.R_OK | os.W_OK):  # wandb would quietly write to /tmp instead
             raise PermissionError(f"{folder} is not writable")
@@ -126,6 +178,8 @@ class WandbRun:
             project=self._project,
             entity=self._entity,
             name=self._name,
+            id=resume,
+            resume=None if resume is None else "allow",  # `must` would refuse a run that was never synced
             group=self._group,
             tags=self._tags,
             job_type=command,
@@ -143,8 +197,10 @@ class WandbRun:
                 x_disable_machine_info=True,  # provenance.json has it; a monitor would run inside what is measured
             ),
         )
-        run.define_metric("request/index")
-        run.define_metric("request/*", step_metric="request/index")
+        for axis in dict.fromkeys(AXES.values()):
+            run.define_metric(axis)
+        for names, axis in AXES.items():
+            run.define_metric(names, step_metric=axis)
         return run
 
     def _mode_in_force(self) -> Literal["offline", "online"]:
@@ -156,13 +212,13 @@ class WandbRun:
         """The one way to wandb: what `call` returns, or None after the one warning of this run.
 
         `call` runs in a thread, so that a service that is dead, stopped or without a network cannot hold up the
-        decode; a KeyboardInterrupt reaches the main thread and passes through.
+        job; a KeyboardInterrupt reaches the main thread and passes through.
         """
         value, problem = _within(seconds, call)
         if problem is None:
             return value
         self._run = None
-        print(f"wandb: {_reason(problem)} - decoding goes on without it", file=sys.stderr, flush=True)
+        print(f"wandb: {_reason(problem)} - {self._command} goes on without it", file=sys.stderr, flush=True)
         _within(ABANDON_SECONDS, _abandon)
         return None
 
@@ -236,6 +292,17 @@ def _metrics(index: int, request: Mapping[str, Any], num_spec_tokens: int) -> di
         **{f"{phase}_s": seconds for phase, seconds in (request.get("timing") or {}).items()},
     }
     return {f"request/{key}": value for key, value in values.items() if value is not None}
+
+
+def _upload(run: Any, name: str, kind: str, folder: Path, metadata: Mapping[str, Any]) -> None:
+    import wandb
+
+    artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", name, flags=re.ASCII), kind, metadata=_plain(metadata))
+    # immutable, skip_cache: wandb reads the files where they are, instead of two copies of them below its folders
+    artifact.add_dir(str(folder.absolute()), policy="immutable", skip_cache=True)
+    logged = run.log_artifact(artifact)
+    if not run.offline:
+        logged.wait()
 
 
 def _close(run: Any, result: Mapping[str, Any], exit_code: int, folder: Path) -> None:

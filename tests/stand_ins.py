@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from specpipe.audit.tables import FixedProposer, Rule
 from specpipe.pipeline import Pipeline
+from specpipe.proposers import artifact
+from specpipe.proposers.artifact import Card
+from specpipe.proposers.counts import vocabulary_hash
+from specpipe.proposers.heads import KINDS, Heads
 from specpipe.samplers.rejection import Rejection
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.eager import EagerVerifier
@@ -52,6 +56,17 @@ class TableLayer(nn.Module):
         self.index, self.rule = index, rule
 
 
+class TableEmbeddings(nn.Module):
+    """Embedding or head of a table model: its hidden states are its logits, and each id has a unit vector."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(size))
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states
+
+
 class TableModel(nn.Module):
     """A causal LM of `transformers`' shape: its logits are the sum of its layers'."""
 
@@ -70,11 +85,18 @@ class TableModel(nn.Module):
         self.model.config = self.config
         self.model.layers = nn.ModuleList(TableLayer(i, each) for i, each in enumerate((rule, *more)))
         self.size, self.dtype = size, dtype
+        self.embeddings = TableEmbeddings(size).to(dtype)
         self.calls: list[SimpleNamespace] = []
 
     @property
     def base_model(self) -> Any:
         return self.model
+
+    def get_input_embeddings(self) -> TableEmbeddings:
+        return self.embeddings
+
+    def get_output_embeddings(self) -> TableEmbeddings:
+        return self.embeddings
 
     def forward(
         self,
@@ -104,7 +126,7 @@ class TableModel(nn.Module):
                 mask = attention_mask[b, 0, column]
                 for layer, entries in zip(self.model.layers, seen, strict=True):
                     logits[b, i] += layer.rule(self._visible(entries, mask, b, cache is not None))
-        return SimpleNamespace(logits=logits)
+        return SimpleNamespace(logits=self.embeddings(logits))
 
     def _visible(self, seen: Tensor, mask: Tensor, b: int, cached: bool) -> list[int]:
         if not cached:
@@ -219,4 +241,20 @@ def saved_tiny(folder: Path) -> Path:
     target = tiny(device="cpu")
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def random_heads(kind: str, hidden: int, heads: int = 3) -> Heads:
+    """Heads whose guesses depend on all that they are given, always the same ones."""
+    made = KINDS[kind](hidden=hidden, heads=heads)
+    torch.manual_seed(0)
+    for weight in made.parameters():
+        weight.data = torch.randn_like(weight) * (1.0 if weight.dim() == 1 else hidden**-0.5)
+    return made
+
+
+def saved_heads(folder: Path, heads: Heads, target: Target, ids: list[int] | None = None) -> Path:
+    """The heads in a folder, for a target; they can say `ids`, or all."""
+    card = Card(heads.kind, target.name, vocabulary_hash(target.tokenizer), heads.hidden, {"heads": heads.heads})
+    artifact.save(folder, card, heads.state_dict(), torch.tensor(ids or range(target.vocabulary)))
     return folder

@@ -18,12 +18,14 @@ from specpipe.audit.tables import table
 from specpipe.config import build, compose
 from specpipe.draft import Draft
 from specpipe.pipeline import Pipeline
+from specpipe.proposers.artifact import Card
 from specpipe.proposers.counts import Origin, fit, save, vocabulary_hash
+from specpipe.proposers.distilled import save_draft
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import Target
-from tests.stand_ins import TableModel
+from tests.stand_ins import TableModel, random_heads, saved_heads, sharpened, small
 
 NGRAM = "{_target_: specpipe.proposers.ngram.NgramProposer, min_ngram: 2}"
 OTHER = "{_target_: specpipe.proposers.draft.DraftModel, model: other}"
@@ -38,6 +40,9 @@ PROPOSERS = {
     "draft, another tokenizer": ("proposer=draft", "proposer.model=foreign"),
     "layer_skip": ("proposer=layer_skip", "proposer.layers=1"),
     "layer_skip, last layer": ("proposer=layer_skip", "proposer.layers=[1]"),
+    "distilled": ("proposer=distilled", "proposer.path=DISTILLED", "proposer.dtype=float64"),
+    "mlp": ("proposer=mlp", "proposer.path=MLP"),
+    "medusa": ("proposer=mlp", "proposer.path=MEDUSA"),
     "cascade": ("proposer=cascade", f"proposer.members=[{NGRAM},{OTHER}]"),
     "cascade, extended": ("proposer=cascade", f"proposer.members=[{NGRAM},{OTHER}]", "proposer.extend=true"),
 }
@@ -69,11 +74,20 @@ class Models:
         self.table = folder / "table.safetensors"
         counts = fit([[0, 1, 2, 0, 0, 1, 1, 2, 2, 2], [1, 0, 2, 1]], order=2, size=3)
         save(counts, Origin("target", vocabulary_hash(self.target.tokenizer), source="a test"), self.table)
+        self.distilled = folder / "distilled"
+        small_one = sharpened(small("Llama", vocab_size=3, num_hidden_layers=1))
+        card = Card("distilled", "target", vocabulary_hash(self.target.tokenizer), hidden=32)
+        save_draft(self.distilled, small_one, card, torch.tensor([0, 2]))
+        self.mlp, self.medusa = (
+            saved_heads(folder / kind, random_heads(kind, 3), self.target, [0, 2]) for kind in ("mlp", "medusa")
+        )
 
     def pipeline(self, proposer: Any, sampler: str, tokens: int, gamma: int = 2, **settings: Any) -> Pipeline:
         """`proposer`: words of the command line, or an object."""
         if isinstance(proposer, tuple):
-            words = tuple(word.replace("TABLE", str(self.table)) for word in proposer)
+            paths = {"TABLE": self.table, "DISTILLED": self.distilled, "MLP": self.mlp, "MEDUSA": self.medusa}
+            parts = (word.partition("=") for word in proposer)
+            words = tuple(f"{key}={paths.get(value, value)}" for key, _, value in parts)
             proposer = build(config(words).proposer, "proposer")
         return Pipeline(
             verifier=self.verifier,

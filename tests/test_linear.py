@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specpipe.verifier.linear import ROWS, Int8Linear, pack_linears, quantize_linears
+from specpipe.verifier.linear import ROWS, Int8Linear, pack_linears, packed, plain_weight, quantize_linears
 
 IN, OUT = 96, 80
 
@@ -81,3 +81,15 @@ def test_the_head_and_odd_layers_are_left_alone_and_can_be_packed() -> None:
     assert model[2] is head
     pack_linears(model)
     assert isinstance(model[0], Int8Linear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-7, 1.0, 3000.0])
+def test_a_packed_weight_can_be_had_back(dtype: torch.dtype, size: float) -> None:
+    """Also one whose numbers had to be moved into the range of another type."""
+    plain = layer(bias=True).to(dtype)
+    plain.weight *= size
+    made = packed(plain)
+    assert (made is plain) == (dtype == torch.float16)
+    assert plain_weight(made).dtype == dtype
+    assert torch.equal(plain_weight(made), plain.weight)

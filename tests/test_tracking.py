@@ -15,8 +15,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,10 +25,12 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from specpipe.errors import UserError
-from specpipe.tracking import TEXT_LIMIT, NoRun, WandbRun, _plain, _request_row, _within
+from specpipe.tracking import TEXT_LIMIT, NoRun, WandbRun, _plain, _request_row, _upload, _within
 
 CONFIG = {"target": {"path": Path("/models/x"), "shape": (1, 2)}, "seed": None, "generation": {"temperature": 0.5}}
-WARNING = "decoding goes on without it"
+WARNING = "decode goes on without it"
+DRAFT = {"model.safetensors": "weights", "text/config.json": "{}"}  # files of what was trained
+ABOUT = {"tau": 1.5, "alpha": None, "command": "python -m train", "data": {"shards": [3, 4], "folder": Path("/d")}}
 
 
 def request(**changes: Any) -> dict[str, Any]:
@@ -61,6 +64,20 @@ def run_job(job: WandbRun | NoRun, folder: Path, config: dict[str, Any], *, requ
     job.finish(result(), 0)
 
 
+def train_job(
+    job: WandbRun | NoRun, folder: Path, *, steps: Sequence[int] = (10, 20), resume: str | None = None
+) -> None:
+    """A training that logs one point per step, the loss being the step, and ends with the draft."""
+    job.start("train", CONFIG, folder, resume=resume)
+    for step in steps:
+        job.log_metrics({"train/loss": float(step), "val/alpha": 0.25}, step)
+    for name, text in DRAFT.items():
+        (folder / "draft" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "draft" / name).write_text(text)
+    job.log_artifact("mlp on SomeLM/1B", "model", folder / "draft", ABOUT)
+    job.finish({"command": "train", "summary": {"tau": 1.75, "alpha": 0.5, "alpha_low": None, "steps": 40}}, 0)
+
+
 def offline_run(**changes: Any) -> WandbRun:
     return WandbRun(**{"mode": "offline", "project": "specpipe-tests", **changes})
 
@@ -78,6 +95,8 @@ class Stored(NamedTuple):
     summary: dict[str, Any]
     exit_code: int | None  # None: the run was not ended
     job_type: str
+    run_id: str
+    artifacts: list[Any]  # records
 
 
 def stored(folder: Path) -> Stored:
@@ -92,19 +111,21 @@ def stored(folder: Path) -> Stored:
 def _read(file: Path) -> Stored:
     from wandb.proto import wandb_internal_pb2
 
-    run = Stored([], {}, [], {}, {}, None, "")
+    run = Stored([], {}, [], {}, {}, None, "", "", [])
     for data in _log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run.config.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
-            run = run._replace(job_type=record.run.job_type)
+            run = run._replace(job_type=record.run.job_type, run_id=record.run.run_id)
         elif kind == "history":
             run.history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
         elif kind == "metric":
             run.metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
         elif kind == "summary":
             run.summary.update({_key(item): json.loads(item.value_json) for item in record.summary.update})
+        elif kind == "artifact":
+            run.artifacts.append(record.artifact)
         elif kind == "exit":
             run = run._replace(exit_code=record.exit.exit_code)
     return run
@@ -248,16 +269,144 @@ def _requests(run: Stored) -> list[dict[str, Any]]:
     return [row for row in run.history if "request/index" in row]
 
 
+# ---- a training in two parts ----------------------------------------------------------------------------------------
+
+
+class TwoParts(NamedTuple):
+    first: Stored
+    second: Stored
+    run_ids: list[str | None]  # before the first part, after each
+    folder: Path
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def two_parts(tmp_path_factory: pytest.TempPathFactory) -> TwoParts:
+    """Steps 10 to 40, killed there; then from the checkpoint of step 20 on."""
+    root = tmp_path_factory.mktemp("training")
+    patch = pytest.MonkeyPatch()
+    printed = _Tee()
+    patch.setattr(sys, "stderr", printed)
+    patch.setattr(sys, "stdout", printed)
+    patch.delenv("WANDB_MODE", raising=False)
+    part, rest = offline_run(), offline_run()
+    run_ids = [part.run_id]
+    train_job(part, root / "0", steps=(10, 20, 30, 40))
+    run_ids.append(part.run_id)
+    train_job(rest, root / "1", steps=(30, 40, 50), resume=part.run_id)
+    run_ids.append(rest.run_id)
+    patch.undo()
+    return TwoParts(stored(root / "0"), stored(root / "1"), run_ids, root / "1", printed.text)
+
+
+def test_a_resumed_training_is_the_same_run(two_parts: TwoParts, two_jobs: TwoJobs) -> None:
+    before, first, second = two_parts.run_ids
+    assert before is None
+    assert first == second == two_parts.first.run_id == two_parts.second.run_id
+    assert first not in (two_jobs.first.run_id, two_jobs.second.run_id, "")
+
+
+def test_a_resumed_training_drops_no_point_below_the_last_step(two_parts: TwoParts) -> None:
+    for part, steps in ((two_parts.first, [10, 20, 30, 40]), (two_parts.second, [30, 40, 50])):
+        rows = [row for row in part.history if "train/loss" in row]
+        assert [row["trainer/global_step"] for row in rows] == [row["train/loss"] for row in rows] == steps
+
+
+def test_every_curve_is_drawn_over_optimizer_steps(two_parts: TwoParts) -> None:
+    assert {name: two_parts.second.metrics[name] for name in ("train/*", "val/*")} == {
+        "train/*": "trainer/global_step",
+        "val/*": "trainer/global_step",
+    }
+
+
+def test_draft_is_noted_with_its_figures_and_read_where_it_lies(two_parts: TwoParts) -> None:
+    (artifact,) = two_parts.second.artifacts
+    assert (artifact.name, artifact.type) == ("mlp-on-SomeLM-1B", "model")
+    assert json.loads(artifact.metadata) == {**ABOUT, "data": {"shards": [3, 4], "folder": "/d"}}
+    files = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
+    assert files == {name: two_parts.folder / "draft" / name for name in DRAFT}
+    copies = [path for path in (two_parts.folder / "wandb").rglob("*") if path.is_file() and _holds(path, "weights")]
+    assert copies == []
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.stat().st_size == len(text) and path.read_text() == text
+
+
+def test_a_training_ends_with_its_summary_and_no_tables(two_parts: TwoParts) -> None:
+    run = two_parts.second
+    own = {key: value for key, value in run.summary.items() if key in ("tau", "alpha", "alpha_low", "steps")}
+    assert own == {"tau": 1.75, "alpha": 0.5, "steps": 40}
+    assert (run.job_type, run.exit_code) == ("train", 0)
+    assert not [name for name in run.files if name.endswith(".table.json")]
+    assert two_parts.errors == ""
+
+
+@pytest.mark.parametrize(("resume", "asked"), [(None, (None, None)), ("abc", ("abc", "allow"))])
+def test_online_a_resumed_run_may_be_there_already_or_not(
+    resume: str | None,
+    asked: tuple[str | None, str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also: a part without tracking hands the id on to the next."""
+    import wandb
+
+    arguments: dict[str, Any] = {}
+
+    def refuse(**given: Any) -> None:
+        arguments.update(given)
+        raise OSError("not today")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    job = offline_run()
+    train_job(job, tmp_path, resume=resume)
+    assert (arguments["id"], arguments["resume"]) == asked
+    assert job.run_id == resume
+    assert capsys.readouterr().err == "wandb: not today (OSError) - train goes on without it\n"
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_only_online_a_draft_is_waited_for(offline: bool, tmp_path: Path) -> None:
+    waited = []
+    logged = SimpleNamespace(wait=lambda: waited.append(True))
+    _upload(SimpleNamespace(offline=offline, log_artifact=lambda artifact: logged), "m", "model", tmp_path, {})
+    assert waited == [] if offline else [True]
+
+
+def test_a_draft_that_is_not_there_costs_the_tracking_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = offline_run()
+    job.start("train", CONFIG, tmp_path)
+    job.log_artifact("m", "model", tmp_path / "nowhere", {})
+    job.log_metrics({"train/loss": 1.0}, 1)
+    job.finish({}, 1)
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == errors.count("train goes on without it") == 1
+
+
+def test_a_point_that_wandb_refuses_costs_the_tracking_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = offline_run()
+    job.start("train", CONFIG, tmp_path)
+    for step in (1, 2):
+        job.log_metrics({1: 1.0}, step)  # type: ignore[dict-item]
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == errors.count("train goes on without it") == 1
+
+
 # ---- a run that must stay away, or cannot be written ----------------------------------------------------------------
 
 
 def test_no_run_writes_nothing_and_imports_nothing(tmp_path: Path) -> None:
     script = """
         run_job(NoRun(), FOLDER, CONFIG)
-        print("wandb" in sys.modules, list(FOLDER.iterdir()))
+        NoRun().log_metrics({}, 1)
+        NoRun().log_artifact("m", "model", FOLDER, {})
+        NoRun().start("train", CONFIG, FOLDER, resume="abc")
+        print(NoRun().run_id, "wandb" in sys.modules, list(FOLDER.iterdir()))
     """
     child = in_child(script, tmp_path)
-    assert (child.output, child.errors) == ("False []\n", "")
+    assert (child.output, child.errors) == ("None False []\n", "")
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
@@ -267,6 +416,11 @@ def test_wandb_mode_disabled_in_the_environment_writes_nothing(
     """D6."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     run_job(offline_run(mode=mode), tmp_path, CONFIG)
+    job = offline_run(mode=mode)
+    job.start("train", CONFIG, tmp_path, resume="abc")
+    job.log_metrics({"train/loss": 1.0}, 1)
+    job.log_artifact("m", "model", tmp_path, {})
+    assert job.run_id == "abc"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -412,12 +566,14 @@ def test_offline_needs_no_network_and_ends_quickly(tmp_path: Path) -> None:
     script = """
         sys.addaudithook(no_network)
         run_job(offline_run(), FOLDER, CONFIG)
+        train_job(offline_run(), FOLDER / "training")
     """
     dead = "http://127.0.0.1:9"
     child = in_child(script, tmp_path, HTTP_PROXY=dead, HTTPS_PROXY=dead, WANDB_BASE_URL=dead)
     assert (child.output, child.errors) == ("", "")
     assert child.seconds < 30
     assert len(_requests(stored(tmp_path / "run"))) == 2
+    assert len(stored(tmp_path / "run" / "training").artifacts) == 1
     assert list((tmp_path / "home").iterdir()) == []
 
 

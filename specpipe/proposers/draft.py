@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from specpipe.errors import UserError, choice, flag
 from specpipe.proposers.model import ModelProposer
 from specpipe.proposers.translation import SameTokens, Translation
@@ -36,16 +38,12 @@ class DraftModel(ModelProposer):
     ) -> None:
         super().__init__(draw=draw, min_confidence=min_confidence)
         self.model, self.dtype, self.prepack = model, dtype, flag("prepack", prepack)
-        self.quantize = None if quantize is None else choice("quantize", quantize, QUANTIZATIONS)
-        if self.quantize and dtype != "bfloat16":
-            raise UserError(f"{quantize} weights need dtype bfloat16, not {dtype}.", key="quantize")
+        self.quantize = quantization(quantize, dtype)
 
     def bind(self, target: Target) -> None:
         """Load the draft onto the target's device. Raises UserError if their tokenizers have too little in common."""
-        device = str(next(target.model.parameters()).device)
-        if self.quantize and not device.startswith("cpu"):
-            raise UserError(f"{self.quantize} weights work on a CPU, and the target is on {device}.", key="quantize")
-        draft = hf(model=self.model, dtype=self.dtype, device=device)
+        device = drafting_device(target, self.quantize)
+        draft = hf(model=self.model, dtype=self.dtype, device=str(device))
         refuse_unsupported(draft.model)
         words = words_of(target, draft)
         if self.quantize:
@@ -53,6 +51,23 @@ class DraftModel(ModelProposer):
         if self.prepack:
             pack_linears(draft.model)
         self._use(draft.model, target.vocabulary, draft.context, words)
+
+
+def quantization(quantize: str | None, dtype: str) -> str | None:
+    """`quantize`, if weights of that type can be kept so; else UserError."""
+    if quantize is None:
+        return None
+    if choice("quantize", quantize, QUANTIZATIONS) and dtype != "bfloat16":
+        raise UserError(f"{quantize} weights need dtype bfloat16, not {dtype}.", key="quantize")
+    return quantize
+
+
+def drafting_device(target: Target, quantize: str | None) -> torch.device:
+    """The target's device, where a draft of it belongs; UserError if weights cannot be kept there as asked."""
+    device: torch.device = next(target.model.parameters()).device
+    if quantize and device.type != "cpu":
+        raise UserError(f"{quantize} weights work on a CPU, and the target is on {device}.", key="quantize")
+    return device
 
 
 def words_of(target: Target, draft: Target) -> SameTokens | Translation:

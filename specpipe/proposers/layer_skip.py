@@ -18,6 +18,8 @@ from specpipe.sequence import Sequence
 from specpipe.verifier.reader import Borrower, Reader
 from specpipe.verifier.targets import Target
 
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # of a config: an entry for each layer
+
 
 class LayerSkip(ModelProposer):
     """Some of the target's layers with its embedding, final norm and head.
@@ -35,9 +37,7 @@ class LayerSkip(ModelProposer):
         if isinstance(layers, (int, str)) or not isinstance(layers, Items):
             self.layers = list(range(integer("layers", layers, 1)))
         else:
-            self.layers = [integer("layers", each, 0) for each in layers]
-        if not self.layers or sorted(set(self.layers)) != self.layers:
-            raise UserError(f"{layers!r} is not a list of ascending layer numbers.", key="layers")
+            self.layers = ascending(layers)
 
     def bind(self, target: Target) -> None:
         """Share the target's modules. Raises UserError for layers that it does not have."""
@@ -54,8 +54,21 @@ class LayerSkip(ModelProposer):
         return 0 if unread else super()._room(text)
 
 
+def ascending(layers: Items[int]) -> list[int]:
+    """Numbers of layers, at least one, each above the one before; else UserError."""
+    numbers = [integer("layers", each, 0) for each in layers]
+    if not numbers or sorted(set(numbers)) != numbers:
+        raise UserError(f"{layers!r} is not a list of ascending layer numbers.", key="layers")
+    return numbers
+
+
 def with_layers(model: Any, layers: list[int]) -> Any:
-    """The same modules, weights shared, with some of the layers only; the model itself is left as it is."""
+    """The same modules, weights shared, with some of the layers only; the model itself is left as it is.
+
+    Args:
+        model: a causal LM of `transformers`.
+        layers: as `ascending` gives them. UserError for one that the model lacks.
+    """
     short, body = _shallow(model), _shallow(model.base_model)
     count = model.config.get_text_config().num_hidden_layers
     lists = [name for name, part in body.named_children() if isinstance(part, nn.ModuleList) and len(part) == count]
@@ -71,14 +84,16 @@ def with_layers(model: Any, layers: list[int]) -> Any:
 
 
 def _with_kinds(config: Any, layers: list[int]) -> Any:
-    """The config, its copy if it lists a kind for each layer: the kinds of those `layers` only.
+    """The config, its copy if it lists kinds of layers: those of these `layers` only.
 
     The number of layers stays: a layer writes to the place in the cache that it has in the whole model.
     """
-    if not (kinds := getattr(config, "layer_types", None)):
+    listed = {key: kinds for key in PER_LAYER if (kinds := getattr(config, key, None))}
+    if not listed:
         return config
     config = copy.copy(config)
-    config.layer_types = [kinds[i] for i in layers]
+    for key, kinds in listed.items():
+        setattr(config, key, [kinds[i] for i in layers])
     return config
 
 

@@ -12,34 +12,25 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
-from specpipe.distribution import in_vocabulary, probabilities
+from specpipe.distribution import in_vocabulary
 from specpipe.draft import Draft
-from specpipe.errors import choice, number
+from specpipe.proposers.drawing import Drawing, Row, joined
 from specpipe.proposers.translation import SameTokens, Translation
 from specpipe.sequence import Sequence
-from specpipe.settings import GenerationSettings
 from specpipe.verifier.reader import Reader
-
-DRAWS = ("sample", "argmax")
 
 
 class ModelProposer:
     """Drafts with a model that `bind` of a subclass hands to `_use`.
 
     Args:
-        draw: `sample` draws each draft from the model's law under the request's settings and returns it as q; `argmax`
-            takes its best token, which is a deterministic draft. At temperature 0 they are the same.
-        min_confidence: a draft ends where the model's best token has less probability than this, before that token is
-            drawn; 0 never. At temperature 0 the model's own probability counts. The law is kept, since the end depends
-            on the prefix alone.
+        draw, min_confidence: see `Drawing`.
     """
 
     def __init__(self, *, draw: str = "sample", min_confidence: float = 0.0) -> None:
-        self.draw = choice("draw", draw, DRAWS)
-        self.min_confidence = number("min_confidence", min_confidence, 0, 1)
+        self._drawing = Drawing(draw, min_confidence)
         self._warned = False
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
@@ -56,7 +47,7 @@ class ModelProposer:
         rows = [self._row(*each) for each in zip(sequences, drafts, lengths, strict=True)]
         if drafting := [row for row in rows if row.limit > 0]:
             self._draft(drafting)
-        return Draft.joined([(row.drafted, torch.stack(row.laws) if row.laws else None) for row in rows], self._size)
+        return joined(rows, self._size)
 
     def _use(self, model: Any, size: int, context: int | None, words: SameTokens | Translation | None = None) -> None:
         """Draft with `model` for a target of `size` ids.
@@ -76,7 +67,7 @@ class ModelProposer:
             return _Row(sequence, given)
         text, behind = self._words.follow(sequence, given)
         limit = min(length, self._room(text) - len(behind)) if text.tokens else 0
-        return _Row(sequence, given, text, behind, limit)
+        return _Row(sequence, given, text=text, behind=behind, limit=limit)
 
     def _draft(self, rows: list[_Row]) -> None:
         """Fill the rows up to their limits."""
@@ -102,26 +93,8 @@ class ModelProposer:
         self._held[row.text] = [*tokens, *row.behind]
 
     def _next(self, row: _Row, logits: Tensor) -> bool:
-        """Draft one more token, if the model is confident enough; whether to go on. logits: [D] of the model."""
-        settings, draft = row.sequence.settings, row.drafted
-        prefix = row.sequence.prefix.then([*row.given, *draft])
-        logits = in_vocabulary(logits, self._size, self._words.ids)
-        q = probabilities(logits, settings, prefix)
-        best = int(q.argmax())
-        if q[best].isnan() and not logits.isnan().any():
-            return False  # the request bans all that the model can say
-        if self.min_confidence > 0 and self._confidence(q, logits, settings)[best] < self.min_confidence:
-            return False
-        if self.draw == "argmax" or settings.temperature == 0:
-            draft.append(best)
-        else:
-            draft.append(row.sequence.chance.propose(q))
-            row.laws.append(q)
-        return draft[-1] not in row.sequence.stop_ids  # nothing is worth guessing behind a stop
-
-    def _confidence(self, q: Tensor, logits: Tensor, settings: GenerationSettings) -> Tensor:
-        """[V] the model's law: under the request's settings, or its own where those leave one token."""
-        return q if settings.temperature > 0 else logits.float().softmax(-1)
+        """Draft one more token, unless the draft ends before it; whether to go on. logits: [D] of the model."""
+        return self._drawing.take(row, in_vocabulary(logits, self._size, self._words.ids))
 
     def _room(self, text: Any) -> int:
         """How many tokens the model can draft behind a text in its own tokens, inside its own context."""
@@ -136,20 +109,16 @@ class ModelProposer:
 
 
 @dataclass
-class _Row:
-    """A request while tokens are drafted for it.
+class _Row(Row):
+    """A request while a model drafts for it.
 
-    `given` stands behind the committed tokens, in the target's ids; `text` and `behind` are what the model reads, in
-    its own; `limit` is how many tokens it may draft, and `drafted` and `laws` are what it did, in the target's ids.
+    `text` and `behind` are what the model reads of the committed tokens and of those `given`, in its own ids; `limit`
+    is how many tokens it may draft.
     """
 
-    sequence: Sequence
-    given: list[int]
     text: Any = None
     behind: list[int] = field(default_factory=list)
     limit: int = 0
-    drafted: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
 
 
 def _agreement(a: list[int], b: list[int]) -> int:

@@ -15,15 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from specpipe.distribution import probabilities
 from specpipe.draft import Draft
-from specpipe.errors import UserError, choice, integer, number
+from specpipe.errors import UserError, integer
 from specpipe.paths import from_start
 from specpipe.proposers.counts import LONGEST, Smoothed, load, vocabulary_hash
-from specpipe.proposers.model import DRAWS
+from specpipe.proposers.drawing import Drawing, Row, joined
 from specpipe.sequence import Sequence
 
 SHIPPED = Path(__file__).with_name("smollm2_bigram.safetensors")
@@ -36,10 +32,7 @@ class CountsProposer:
     Args:
         path: of a table; None is the shipped one, which is for targets with the default target's vocabulary.
         order: 1 unigrams, 2 bigrams, 3 trigrams, each with the shorter ones; None is the table's own.
-        draw: `sample` draws each draft from the law under the request's settings and returns it as q; `argmax` takes
-            its best token, which is a deterministic draft. At temperature 0 they are the same.
-        min_confidence: a draft ends where the best token has less probability than this, before that token is drawn;
-            under the request's settings, and at temperature 0 by the table itself. 0 never.
+        draw, min_confidence: see `Drawing`.
 
     Raises:
         UserError: for a value out of range and a table that cannot be used.
@@ -51,8 +44,7 @@ class CountsProposer:
         if path is not None and not isinstance(path, (str, Path)):
             raise UserError(f"{path!r} is not the path of a file.", key="path")
         self.path = SHIPPED if path is None else from_start(path)
-        self.draw = choice("draw", draw, DRAWS)
-        self.min_confidence = number("min_confidence", min_confidence, 0, 1)
+        self._drawing = Drawing(draw, min_confidence)
         self._counts, self._origin = load(self.path)
         self.order = self._counts.order if order is None else integer("order", order, 1, LONGEST)
         if self.order > self._counts.order:
@@ -73,38 +65,21 @@ class CountsProposer:
 
         Nothing is drafted behind a stop id.
         """
-        rows = zip(sequences, drafts, lengths, strict=True)
-        return Draft.joined([self._continue(sequence, draft, k) for sequence, draft, k in rows], self._size)
+        rows = [Row(sequence, draft) for sequence, draft in zip(sequences, drafts, strict=True)]
+        for row, k in zip(rows, lengths, strict=True):
+            going = row.sequence.stop_ids.isdisjoint(row.given)
+            while going and len(row.drafted) < k:
+                going = self._next(row)
+        return joined(rows, self._size)
 
-    def _continue(self, sequence: Sequence, draft: list[int], k: int) -> tuple[list[int], Tensor | None]:
-        """The new tokens, and their q [k, V] if they were drawn."""
-        tokens: list[int] = []
-        laws: list[Tensor] = []
-        while len(tokens) < k and sequence.stop_ids.isdisjoint(tokens[-1:] or draft):
-            drafted = self._next(sequence, [*draft, *tokens])
-            if drafted is None:
-                break
-            tokens.append(drafted[0])
-            laws += [] if drafted[1] is None else [drafted[1]]
-        return tokens, torch.stack(laws) if laws else None
-
-    def _next(self, sequence: Sequence, draft: list[int]) -> tuple[int, Tensor | None] | None:
-        """A token behind the draft, and q [V] if it was drawn from one; None where the table is not sure enough."""
-        settings = sequence.settings
-        context = self._law.context([*sequence.tokens[-LONGEST:], *draft])
+    def _next(self, row: Row) -> bool:
+        """Draft one more token, if the table is sure enough; whether to go on."""
+        settings = row.sequence.settings
+        context = self._law.context([*row.sequence.tokens[-LONGEST:], *row.given, *row.drafted])
         if settings.temperature == 0 and not settings.depends_on_prefix:
             best, confidence = self._best(context)
-            return None if confidence < self.min_confidence else (best, None)
-        law = self._law.law(context)
-        q = probabilities(law.float().log(), settings, sequence.prefix.then(draft))
-        drawn = self.draw == "sample" and settings.temperature > 0
-        if self.min_confidence > 0 or not drawn:
-            best = int(q.argmax())
-            if (q if settings.temperature > 0 else law)[best] < self.min_confidence:
-                return None
-            if not drawn:
-                return best, None
-        return sequence.chance.propose(q), q
+            return confidence >= self._drawing.min_confidence and row.add(best)
+        return self._drawing.take(row, self._law.law(context).float().log())
 
     def _look_up_best(self, context: tuple[int, ...]) -> tuple[int, float]:
         law = self._law.law(context)

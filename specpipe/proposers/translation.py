@@ -39,9 +39,14 @@ LETTERS = {chr(byte): byte for byte in PRINTABLE} | {
 
 
 class SameTokens:
-    """The draft has the target's ids."""
+    """The draft has the target's ids.
 
-    ids = None
+    Args:
+        ids: [D] int64, those that its head knows, in its order; None: as many as the head has rows, from 0 up.
+    """
+
+    def __init__(self, ids: torch.Tensor | None = None) -> None:
+        self.ids = ids
 
     def follow(self, sequence: Sequence, given: list[int]) -> tuple[Sequence, list[int]]:
         """What the model reads of a request and of guesses behind it: both as they are."""

@@ -20,7 +20,7 @@ class EagerVerifier:
         target: the model whose law is kept.
         prepack: on a CPU, pack the linear layers' weights once (see `linear.py`); same results up to rounding.
 
-    `reader` holds what was read of each request; a proposer made of the target's own layers may borrow it.
+    `reader` holds what was read of each request, for proposers made of the target's own layers or for its states.
 
     Raises:
         UserError: if the target's layers cannot be rolled back.

@@ -40,6 +40,11 @@ class OneDnnLinear(nn.Module):
         """[..., in] to [..., out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
+    def unpacked(self) -> Tensor:
+        """[out, in] the weight, laid out anew as a plain matrix."""
+        weight: Tensor = self._weight.to_dense()
+        return weight
+
 
 class HalfLinear(nn.Module):
     """Stands for a bfloat16 `linear` whose weights, times 2^exponent, are float16 numbers without loss."""
@@ -56,6 +61,11 @@ class HalfLinear(nn.Module):
         wide = x.float() if self._unscale == 1 else x.float() * self._unscale
         y: Tensor = torch.ops.quantized.linear_dynamic_fp16(wide, self._packed)
         return y.to(x.dtype)
+
+    def unpacked(self) -> Tensor:
+        """[out, in] bfloat16: the weight, laid out anew as a plain matrix."""
+        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
+        return (weight.float() * self._unscale).to(torch.bfloat16)
 
 
 class Int8Linear(nn.Module):
@@ -92,6 +102,17 @@ def pack_linears(model: nn.Module) -> int:
     if next(model.parameters()).device.type != "cpu":
         return 0
     return _replace(model, _packed)
+
+
+def packed(linear: nn.Linear) -> nn.Module:
+    """The fastest equivalent of a linear layer on its device; itself where there is none."""
+    return (_packed(linear) if linear.weight.device.type == "cpu" else None) or linear
+
+
+def plain_weight(linear: Any) -> Tensor:
+    """[out, in] the weight of a linear layer, packed or not; of a packed one it is a copy."""
+    weight: Tensor = linear.unpacked() if isinstance(linear, (OneDnnLinear, HalfLinear)) else linear.weight
+    return weight.detach()
 
 
 def quantize_linears(model: Any) -> int:

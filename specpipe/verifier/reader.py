@@ -16,6 +16,7 @@ from torch import Tensor
 from specpipe.draft import Draft
 from specpipe.sequence import Sequence
 from specpipe.verifier.cache import RowCache
+from specpipe.verifier.states import States
 from specpipe.verifier.windows import LookBack
 
 
@@ -35,6 +36,7 @@ class Reader:
         self._owners: list[ref[Sequence]] = []  # of the cache's rows
         self._rows: list[int] = []  # of the sequences of the last call
         self._look_back = LookBack(model)
+        self._states = States(model)
         self.cache = RowCache(model.config.get_text_config().num_hidden_layers, rows=0)
 
     def read(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
@@ -49,11 +51,20 @@ class Reader:
         widths = [len(tokens) + k for tokens, k in zip(fresh, draft.lengths, strict=True)]
         first = [width - k - 1 for width, k in zip(widths, draft.lengths, strict=True)]
         columns = _union(first, widths)
-        logits = self._forward(self._inputs(fresh, draft, max(widths)), widths, columns)  # [B, len(columns), V]
+        with self._states.watched() as given:
+            logits = self._forward(self._inputs(fresh, draft, max(widths)), widths, columns)  # [B, len(columns), V]
         for row, width in zip(self._rows, widths, strict=True):
             self.cache.lengths[row] += width
-        at = {column: i for i, column in enumerate(columns)}
-        return [logits[b, at[i] : at[i] + k + 1] for b, (i, k) in enumerate(zip(first, draft.lengths, strict=True))]
+        at = [columns.index(start) for start in first]
+        self._states.keep(given, sequences, draft, columns, at)
+        return [logits[b, i : i + k + 1] for b, (i, k) in enumerate(zip(at, draft.lengths, strict=True))]
+
+    def state(self, sequence: Sequence) -> Tensor | None:
+        """[H] what the model's head was given at the place before the last: what the last token was drawn from.
+
+        None where the last `read` of the sequence did not come that far, or the model has no head of its own.
+        """
+        return self._states.of(sequence)
 
     def extend(self, tokens: list[int | None]) -> Tensor:
         """Read one more token for each sequence of the last `read`, or none; the next forgets those not committed.

@@ -50,7 +50,7 @@ def plain_logits(model: Any) -> torch.Tensor:
     name = type(model).__name__
     if longer.isnan().any() or not longer.isfinite().any():
         raise UserError(f"{name} gives logits that are not numbers: its weights are broken.", key="model")
-    if not _difference(longer[1], shorter[1]) <= ROUNDING[longer.dtype]:
+    if not difference(longer[1], shorter[1]) <= ROUNDING[longer.dtype]:
         raise UserError(f"{name} looks at the tokens behind a position: it is not a causal model.", key="model")
     return longer[-1]
 
@@ -77,13 +77,13 @@ def rehearse(model: Any, expected: torch.Tensor) -> None:
     except Exception as error:  # a model that expects another cache or mask may raise anything
         what = f"{name} cannot be read with a cache that rolls back"
         raise UserError(f"{what}: {one_line(error)}", key="model") from error
-    off = max(_difference(logits[-1], expected) for logits in rows)
+    off = max(difference(logits[-1], expected) for logits in rows)
     if not off <= ROUNDING[expected.dtype]:
         what = f"{name} does not reproduce its own logits after a roll-back"
         raise UserError(f"{what} (off by {off:.0%} of their spread).", key="model")
 
 
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference of two rows of logits, as a share of their spread; equal infinities do not differ."""
     finite = b[b.isfinite()]
     return torch.where(a == b, 0.0, a - b).abs().max().item() / max((finite.max() - finite.min()).item(), 1e-9)

@@ -11,6 +11,7 @@ import torch
 
 from specpipe.errors import UserError, choice, integer, nearest, one_line
 from specpipe.paths import from_start
+from specpipe.verifier.linear import plain_weight
 from specpipe.verifier.quiet import quiet_transformers
 from specpipe.verifier.smollm2 import ensure_smollm2
 
@@ -43,6 +44,19 @@ class Target:
     def vocabulary(self) -> int:
         """How many ids embedding and head know."""
         return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def embedding_weight(self) -> torch.Tensor:
+        """[V, E] the row of each id in the input embedding."""
+        return _weight(self.model, "input")[: self.vocabulary]
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, H] the row of each id in the output head, H being the size of what the head is given.
+
+        A copy where the head is packed (`linear.py`): keep the rows you need, not this.
+        """
+        return _weight(self.model, "output")[: self.vocabulary]
 
     def describe(self) -> dict[str, Any]:
         """The `target` block of result.json."""
@@ -119,6 +133,15 @@ def _load(path: str, dtype: torch.dtype, device: torch.device, name: str | None 
         some = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
         raise UserError(f"{name or path!r} lacks weights: {some}.", key="model")
     return Target(model.to(device), tokenizer, name or Path(path).name, path)
+
+
+def _weight(model: Any, side: str) -> torch.Tensor:
+    """The weight of a model's `input` or `output` embeddings; UserError for a model without one."""
+    try:
+        return plain_weight(getattr(model, f"get_{side}_embeddings")())
+    except AttributeError as error:
+        what = f"{type(model).__name__} has no {side} embeddings that a trained draft could use"
+        raise UserError(f"{what}.", key="model") from error
 
 
 def _local_snapshot(model: str) -> str:

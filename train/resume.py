@@ -1,0 +1,67 @@
+"""Going on with a run that was interrupted: its checkpoint, best weights and curves come into the new run's folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specpipe.errors import UserError
+from specpipe.paths import from_start
+
+CHECKPOINTS, LAST, BEST, POINTS = "checkpoints", "last", "best", "metrics.jsonl"
+
+
+def brought_over(resume: str | None, folder: Path) -> Path | None:
+    """The checkpoint to go on from, in `folder`, with the best one and the curves before it; None to start anew.
+
+    Args:
+        resume: folder of a run, or `last`: the newest run beside this one, or this one itself.
+        folder: of this run.
+
+    Raises:
+        UserError: if there is no checkpoint.
+    """
+    if resume is None:
+        return None
+    found = _newest(folder) if resume == "last" else from_start(resume) / CHECKPOINTS / f"{LAST}.ckpt"
+    if found is None or not found.is_file():
+        where = folder.parent if resume == "last" else from_start(resume)
+        raise UserError(f"there is no {CHECKPOINTS}/{LAST}.ckpt in {str(where)!r}.", key="resume")
+    before, own = found.parent.parent, place(folder)
+    if before.resolve() != folder.resolve():
+        own.parent.mkdir(parents=True, exist_ok=True)
+        for file in (f"{CHECKPOINTS}/{BEST}.ckpt", POINTS):
+            if (before / file).is_file():
+                shutil.copy2(before / file, folder / file)
+        torch.save(_moved(torch.load(found, weights_only=True), str(found.parent), str(own.parent)), own)
+    return own
+
+
+def place(folder: Path) -> Path:
+    """Where a run's last checkpoint lies."""
+    return folder / CHECKPOINTS / f"{LAST}.ckpt"
+
+
+def wandb_run(checkpoint: Path | None) -> str | None:
+    """The wandb run that the checkpoint belongs to."""
+    if checkpoint is None:
+        return None
+    callbacks = torch.load(checkpoint, weights_only=True)["callbacks"]
+    return next((state["wandb"] for name, state in callbacks.items() if name.startswith("Ledger")), None)
+
+
+def _newest(folder: Path) -> Path | None:
+    if place(folder).is_file():
+        return place(folder)
+    others = folder.parent.glob(f"*/{CHECKPOINTS}/{LAST}.ckpt")
+    return max(others, key=lambda file: file.stat().st_mtime, default=None)
+
+
+def _moved(state: Any, before: str, now: str) -> Any:
+    """The same with paths in the new folder: the checkpoint callback remembers where its best one lies."""
+    if isinstance(state, dict):
+        return {_moved(key, before, now): _moved(value, before, now) for key, value in state.items()}
+    return state.replace(before, now) if isinstance(state, str) else state

@@ -1,0 +1,186 @@
+"""`train`: the target writes its text, a student is trained on it, and what came out is decoded with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from omegaconf import DictConfig
+
+from specpipe.commands.parts import INTERRUPTED, put_away
+from specpipe.config import build, plain
+from specpipe.errors import choice
+from specpipe.results import RunFolder, provenance
+from specpipe.verifier.targets import Target
+from train.batches import DraftData
+from train.check import Agreement, decoded_as_walked
+from train.generate import Corpus, TargetText
+from train.ledger import Ledger
+from train.logger import TrackerLogger
+from train.module import DraftTraining
+from train.resume import BEST, CHECKPOINTS, LAST, brought_over, place, wandb_run
+from train.students import Student
+
+TASKS = ("fit", "generate")
+GAMMA = 4  # drafted tokens of a step, where nothing else is said
+DRAFT = "draft"  # the folder of what was trained
+DISAGREES = 1
+
+
+def run(config: DictConfig) -> int:
+    """Train as configured; 0, or 1 if a real decode does not take the steps that validation says."""
+    choice("task", config.task, TASKS)
+    data: TargetText = build(config.data, "data")
+    parts = {name: build(config[name], name) for name in ("student", "loss", "optimizer")}
+    target: Target = build(config.target, "target")
+    corpus = data.prepare(target, note)
+    if config.task == "generate":
+        note(f"{corpus.train.generated:,} tokens to train on, {corpus.val.generated:,} to validate, in {corpus.folder}")
+        return 0
+    lightning.seed_everything(config.seed, verbose=False)
+    if corpus.fresh:  # the linear layers of who wrote it are packed
+        target = build(config.target, "target")
+    return Fit(config, data, corpus, target, **parts).run()
+
+
+def note(line: str) -> None:
+    """Tell the person at the terminal; standard output stays free."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Fit:
+    """One training run, from a text that is there to a draft that was decoded with."""
+
+    def __init__(
+        self,
+        config: DictConfig,
+        data: TargetText,
+        corpus: Corpus,
+        target: Target,
+        *,
+        student: Student,
+        loss: Any,
+        optimizer: Any,
+    ) -> None:
+        self.config, self.settled, self.data, self.corpus = config, plain(config), data, corpus
+        self.hydra = HydraConfig.get().runtime
+        self.folder = Path(self.hydra.output_dir)
+        student.prepare(target, corpus.train)
+        gamma = GAMMA if config.num_speculative_tokens is None else config.num_speculative_tokens
+        self.gamma = min(gamma, student.heads) if student.start else gamma
+        self.student, self.described = student, target.describe()
+        self.module = DraftTraining(student, loss, optimizer, self.gamma)
+        self.batches = DraftData(corpus, batch_size=data.batch_size, seed=config.seed)
+        self.monitor = f"val/tau_g{self.gamma}" + ("" if 0.0 in data.temperatures else "_T1")
+        self.ledger = Ledger(corpus.describe()["sha256"])
+        self.figures: dict[str, float] = {}
+
+    def run(self) -> int:
+        """Train, choose, save, decode."""
+        tracker = build(self.config.wandb, "wandb")
+        logger = TrackerLogger(tracker, self.folder)
+        kept: dict[str, Any] = {"dirpath": self.folder / CHECKPOINTS, "enable_version_counter": False}
+        best = ModelCheckpoint(filename=BEST, monitor=self.monitor, mode="max", **kept)
+        last = ModelCheckpoint(filename=LAST, every_n_train_steps=self.config.save_every, **kept)
+        callbacks: list[Callback] = [self.ledger, logger, best, last]
+        progress = sys.stderr.isatty()
+        trainer = build(self.config.trainer, "trainer", callbacks=callbacks, logger=logger, progress=progress)
+        if trainer.global_rank:
+            self._fit(trainer, best, place(self.folder) if self.config.resume else None)
+            return 0
+        folder = RunFolder(self.folder, self._head(), self._summary)
+        resumed = brought_over(self.config.resume, self.folder)
+        tracker.start("train", self.settled, self.folder, resume=wandb_run(resumed))
+        self.ledger.wandb = tracker.run_id
+        code = 1
+        try:
+            self._fit(trainer, best, resumed)
+            draft = self._saved()
+            folder.put(curves=logger.points, artifact=str(draft))
+            metadata = {**self._summary(), "command": provenance()["command_line"], "data": self.corpus.describe()}
+            tracker.log_artifact(f"{self.student.kind}-draft", "model", draft, metadata)
+            agreement = self._decoded(draft)
+            folder.put(check=vars(agreement) | {"holds": agreement.holds})
+            self._tell(agreement, draft)
+            code = 0 if agreement.holds else DISAGREES
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+            raise
+        finally:
+            code = put_away(folder, tracker, note, code, done=code in (0, DISAGREES))
+        return code
+
+    def _fit(self, trainer: lightning.Trainer, best: ModelCheckpoint, resumed: Path | None) -> None:
+        """Train, and end with the weights that have the highest tau, not always the last ones."""
+        try:
+            trainer.fit(self.module, self.batches, ckpt_path=resumed, weights_only=True)
+        except SystemExit as error:  # Lightning's answer to Ctrl-C
+            raise KeyboardInterrupt from error
+        self.figures = dict(trainer.validate(self.module, self.batches, verbose=False)[0])
+        if best.best_model_score is not None and self.figures[self.monitor] < float(best.best_model_score):
+            state = torch.load(best.best_model_path, weights_only=True)["state_dict"]
+            self.module.load_state_dict(state, strict=False)
+            self.figures = dict(trainer.validate(self.module, self.batches, verbose=False)[0])
+        self.steps = trainer.global_step
+
+    def _saved(self) -> Path:
+        """The draft's folder."""
+        draft = self.folder / DRAFT
+        self.student.cpu().eval()
+        made = provenance()
+        training = {
+            "command": made["command_line"],
+            "git": made["git"],
+            "machine": made["machine"],
+            "seed": self.config.seed,
+            "figures": self._summary(),
+            "data": self.corpus.describe(),
+        }
+        self.student.save(draft, training)
+        return draft
+
+    def _decoded(self, draft: Path) -> Agreement:
+        """A real decode of held-out prompts with a target of its own."""
+        chosen = {tuple(each.ids[: each.prompt].tolist()): None for each in self.corpus.val}
+        prompts = [list(ids) for ids in list(chosen)[: self.config.check_prompts]]
+        target = build(self.config.target, "target")
+        tokens = self.data.max_new_tokens
+        return decoded_as_walked(target, self.student, draft, prompts, gamma=self.gamma, max_new_tokens=tokens)
+
+    def _head(self) -> dict[str, Any]:
+        groups = ("student", "loss", "optimizer", "trainer")
+        return {
+            "command": "train",
+            "seed": self.config.seed,
+            "target": self.described,
+            **{group: self.hydra.choices.get(group) for group in groups},
+            "num_speculative_tokens": self.gamma,
+            "data": self.corpus.describe(),
+            "config": self.settled,
+        }
+
+    def _summary(self) -> dict[str, Any]:
+        """The figures of the chosen weights."""
+        names = {"tau": self.monitor.removesuffix("_T1"), "tau_T1": f"val/tau_g{self.gamma}_T1"}
+        named = {"alpha": "val/alpha", "coverage": "val/coverage", "p_mass": "val/p_mass", **names}
+        return {
+            **{name: self.figures.get(key) for name, key in named.items()},
+            "minutes": self.ledger.minutes,
+            "tokens": self.ledger.tokens,
+            "steps": getattr(self, "steps", 0),
+            "validation": self.figures,
+        }
+
+    def _tell(self, agreement: Agreement, draft: Path) -> None:
+        summary = self._summary()
+        shown = {name: summary[name] for name in ("tau", "tau_T1", "alpha", "coverage") if summary[name] is not None}
+        note("  ".join(f"{name} {value:.3f}" for name, value in shown.items()) + f"  after {self.steps} steps")
+        word = "as" if agreement.holds else "NOT as"
+        note(f"a real decode gives {agreement.decoded:.3f} tokens per pass, {word} walked over: {agreement.walked:.3f}")
+        name = "mlp" if self.student.start else "distilled"
+        note(f"python -m specpipe decode proposer={name} proposer.path={draft}")

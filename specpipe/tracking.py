@@ -25,8 +25,8 @@ ARTIFACT_SECONDS = 600.0  # reading the files, and online their upload
 ABANDON_SECONDS = 3.0
 TEXT_LIMIT = 2000  # characters of a prompt or a text in the table
 REASON_LIMIT = 250  # characters of wandb's own message in the warning
-REQUEST, STEP = "request/index", "trainer/global_step"
-AXES = {"request/*": REQUEST, "train/*": STEP, "val/*": STEP}  # of what is logged -> over what it is drawn
+STEP = "trainer/global_step"
+AXES = {"request/*": "request/index", "train/*": STEP, "val/*": STEP}  # of what is logged -> over what it is drawn
 
 
 class NoRun:
@@ -104,7 +104,7 @@ class WandbRun:
             config: the resolved configuration.
             folder: the run's folder.
             resume: `run_id` of the run to go on as; None begins a new one. Offline, each part has files of its own
-                under the one id, which `wandb sync` puts together.
+                under the one id, which `wandb sync` uploads one after the other.
         """
         self._command, self._folder, self._run_id = command, folder, resume
         if os.environ.get("WANDB_MODE") != "disabled":

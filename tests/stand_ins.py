@@ -23,6 +23,7 @@ from specpipe.samplers.rejection import Rejection
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import Target, tiny
+from train.shards import Document
 
 
 def chain(size: int) -> Rule:
@@ -258,3 +259,24 @@ def saved_heads(folder: Path, heads: Heads, target: Target, ids: list[int] | Non
     card = Card(heads.kind, target.name, vocabulary_hash(target.tokenizer), heads.hidden, {"heads": heads.heads})
     artifact.save(folder, card, heads.state_dict(), torch.tensor(ids or range(target.vocabulary)))
     return folder
+
+
+class Texts(list[Document]):
+    """Documents in memory, as training takes those on disk."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(each.ids) for each in self]
+
+    def generated_ids(self) -> Any:
+        return torch.cat([each.answer for each in self]).numpy()
+
+
+def as_read(target: Target, ids: list[int], prompt: int, temperature: float = 0.0) -> Document:
+    """Any ids as a document: what the target thinks of those behind the prompt."""
+    with torch.inference_mode():
+        read = target.model.base_model(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        states = read[prompt - 1 : -1].float()
+        logz = (states @ target.head_weight.float().T).logsumexp(-1)
+    states, logz = states.clone(), logz.clone()  # not of inference mode
+    return Document(torch.tensor(ids), prompt, states.to(torch.bfloat16), logz, temperature)

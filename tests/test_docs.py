@@ -23,8 +23,9 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = re.findall(r"^    (?:.*\| )?python -m specpipe (.*)$", README, re.M)
-    return [line.split("    #")[0].strip() for line in lines if "--config-dir" not in line]
+    """Command lines of the README, from the command word on."""
+    lines = re.findall(r"^    (?:.*\| )?python -m (?:specpipe )?(\w+ .*)$", README, re.M)
+    return [line.split("    #")[0].strip() for line in lines if "--config-dir" not in line and "..." not in line]
 
 
 def test_the_readme_shows_every_command() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -120,6 +121,13 @@ def test_a_training_that_goes_on_has_every_point_once(tmp_path: Path) -> None:
     assert [step for step, _ in spy.told] == [6, 6, 8]
 
 
+def test_what_will_be_logged_again_is_gone_before_that(tmp_path: Path) -> None:
+    """So that nobody reads it as a part of this run, if this part is killed early."""
+    fit(tmp_path, 6)
+    TrackerLogger(NoRun(), tmp_path).on_train_start(SimpleNamespace(global_step=4), Line())  # type: ignore[arg-type]
+    assert lines(tmp_path) == EIGHT_STEPS[:3]
+
+
 def test_a_new_training_in_an_old_folder_has_only_its_own_points(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"step": 1, "old": 1}\n{"step": 9, "old": 1}\n')
     assert fit(tmp_path, 2)[0].points == lines(tmp_path) == EIGHT_STEPS[:1]
@@ -155,14 +163,15 @@ def test_a_figure_that_is_not_finite_is_null_in_the_file_and_as_it_is_for_wandb(
     assert spy.told[-1][1]["val/kl"] == math.inf
 
 
-def test_only_rank_zero_keeps_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_zero_touches_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = Spy()
     logger = TrackerLogger(spy, tmp_path)
     trainer = trainer_of(logger, tmp_path, 2)
+    (tmp_path / FILE).write_text('{"step": 9, "of": 0}')
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     logger.on_train_start(trainer, Line())
     logger.log_metrics({"train/loss": 1.0}, 0)
-    assert (logger.points, spy.told, list(tmp_path.iterdir())) == ([], [], [])
+    assert (logger.points, spy.told, lines(tmp_path)) == ([], [], [{"step": 9, "of": 0}])
 
 
 def test_a_file_that_cannot_be_written_costs_one_line_and_not_the_training(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from specpipe.errors import UserError
 from train.generate import Corpus
 from train.shards import Document
 
@@ -154,11 +155,17 @@ class DraftData(lightning.LightningDataModule):
     def train_dataloader(self) -> Loader:
         rank, world = self._place
         order = Order(self._corpus.train.lengths, self._batch_size, self._seed, rank, world)
+        if not order.batches:
+            what = f"{len(self._corpus.train)} documents do not fill one step of {self._batch_size * world}"
+            raise UserError(f"{what}.", key="data.batch_size")
         return Loader(self._corpus.train, batch_size=self._batch_size, sampler=order, collate_fn=collate)
 
     def val_dataloader(self) -> DataLoader[Document]:
-        """Every document once, shared out among the ranks."""
+        """Every document once, shared out among the ranks. UserError if one would get none: the others wait for it."""
         rank, world = self._place
+        if len(self._corpus.val) < world:
+            what = f"{len(self._corpus.val)} documents to validate with are too few for {world} processes"
+            raise UserError(f"{what}.", key="data.val_share")
         own = range(rank, len(self._corpus.val), world)
         return DataLoader(self._corpus.val, batch_size=self._batch_size, sampler=own, collate_fn=collate)
 

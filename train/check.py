@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from specpipe.pipeline import Pipeline
-from specpipe.proposers.distilled import DistilledDraft
-from specpipe.proposers.mlp import HeadsProposer
 from specpipe.samplers.rejection import Rejection
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
@@ -24,7 +22,7 @@ from specpipe.walk import Walk, greedy_walk
 from train.batches import collate
 from train.module import Found
 from train.shards import Document
-from train.students import DistilledStudent, Student
+from train.students import Student
 
 TOLERANCE = 0.02
 
@@ -58,7 +56,7 @@ def decoded_as_walked(
     read = target.model.base_model  # before its linear layers are packed, which gives the same up to rounding
     pipeline = Pipeline(
         verifier=EagerVerifier(target),
-        proposer=proposer(student, folder),
+        proposer=student.proposer(folder),
         sampler=Rejection(),
         settings=GenerationSettings(temperature=0.0, max_new_tokens=max_new_tokens),
         num_speculative_tokens=gamma,
@@ -71,13 +69,6 @@ def decoded_as_walked(
     tokens = sum(len(sequence.new_tokens) for sequence in sequences)
     steps = sum(len(sequence.steps) for sequence in sequences)
     return Agreement(tokens / steps, walked.tau, tokens)
-
-
-def proposer(student: Student, folder: Path) -> Any:
-    """What decodes with a draft of the student's kind, with the numbers that it was trained in."""
-    if isinstance(student, DistilledStudent):
-        return DistilledDraft(path=str(folder), dtype="float32")
-    return HeadsProposer(path=str(folder))
 
 
 def walk(student: Student, document: Document, gamma: int) -> Walk:
@@ -99,4 +90,4 @@ def _document(read: Any, head: Tensor, sequence: Sequence) -> Document:
         hidden = read(input_ids=ids[None].to(head.device), use_cache=False).last_hidden_state[0]
         states = hidden[sequence.prompt_length - 1 : -1]
         logz = (states @ head.T).float().logsumexp(-1)
-    return Document(ids, sequence.prompt_length, states.to("cpu", torch.bfloat16), logz.cpu(), 0.0)
+    return Document(ids, sequence.prompt_length, states.cpu(), logz.cpu(), 0.0)

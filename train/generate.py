@@ -7,6 +7,7 @@ goes on with the next shard, and a run that asks for more prompts of the same fi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from specpipe.chance import Chance
@@ -35,7 +36,7 @@ from specpipe.text import TextCodec
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.smollm2 import cache_root
 from specpipe.verifier.targets import Target
-from train.shards import Document, Text, describe, read_manifest, write_manifest, write_shard
+from train.shards import Document, Text, describe, read_manifest, write_manifest, write_shard, written_tokens
 
 SHARD = 128  # prompts of one
 ENDED = 0.25  # share of a batch's rows that have ended before they are let go: moving the others costs a copy
@@ -55,6 +56,7 @@ class TargetText:
         prompts: a file of JSON lines with `prompt` or `turns`, or a list of such files; relative to the folder the
             command was started in. None: the demo prompts, for trying.
         limit: only the first so many prompts.
+        tokens: enough written ones to train on; of the shards no more are written, or used, than it takes. None: all.
         temperatures: each prompt is answered once at each of them, by the target's own law there.
         max_new_tokens: of an answer; one that ends before that ends with its end-of-text id.
         max_prompt_tokens: longer prompts are left out, and counted.
@@ -70,6 +72,7 @@ class TargetText:
         *,
         prompts: str | Items[str] | None = None,
         limit: int | None = None,
+        tokens: int | None = None,
         temperatures: Items[float] = (0.0, 1.0),
         max_new_tokens: int = 128,
         max_prompt_tokens: int = 768,
@@ -79,8 +82,9 @@ class TargetText:
         batch_size: int = 16,
         folder: str | None = None,
     ) -> None:
-        self.paths: list[str | Path] = [prompts] if isinstance(prompts, str) else [*(prompts or [DEMO])]
+        paths = [prompts] if isinstance(prompts, str) else list(prompts or [str(DEMO)])
         self.limit = None if limit is None else integer("limit", limit, 1)
+        self.tokens = None if tokens is None else integer("tokens", tokens, 1)
         if isinstance(temperatures, (str, float, int)) or not temperatures:
             raise UserError(f"{temperatures!r} is not a list of temperatures such as [0,1].", key="temperatures")
         self.temperatures = [number("temperatures", each, 0) for each in temperatures]
@@ -90,7 +94,7 @@ class TargetText:
         self.seed, self.rows = integer("seed", seed, 0), integer("rows", rows, 1)
         self.batch_size = integer("batch_size", batch_size, 1)
         self.folder = None if folder is None else from_start(folder)
-        self.texts = list(dict.fromkeys(text for path in self.paths for text in jsonl(path=path).texts))
+        self.texts = _texts(paths)
 
     def prepare(self, target: Target, note: Note) -> Corpus:
         """The text of these prompts, written by the target where it is not there yet.
@@ -101,19 +105,39 @@ class TargetText:
         origin = self._origin(target)
         folder = self.folder or cache_root() / "text" / _hash(json.dumps(origin, sort_keys=True))[:16]
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):  # every process of a distributed run comes here
+        wanted = self._wanted(target, note)
+        lock = FileLock(folder / ".lock")
+        with lock:
             known = read_manifest(folder)
-            if known is not None and known["origin"] != origin:
-                what = _differing(known["origin"], origin)
-                raise UserError(f"{str(folder)!r} holds other text: {what}.", key="data.folder")
-            wanted = self._wanted(target, note)
-            shards = dict(known["shards"]) if known else {}
-            if missing := [shard for shard in wanted if shard.name not in shards]:
-                self._write(target, folder, missing, note)
-                shards |= {shard.name: describe(folder / shard.name) for shard in missing}
+            if known is None:  # before the first shard: no other text may go on with it, should this be interrupted
+                known = {"origin": origin, "shards": {}}
+                write_manifest(folder, known)
+        if known["origin"] != origin:
+            what = _differing(known["origin"], origin)
+            raise UserError(f"{str(folder)!r} holds other text: {what}.", key="data.folder")
+        needed = self._needed(folder, wanted)
+        if fresh := needed is None:
+            self._write(target, folder, wanted, note)
+            needed = self._needed(folder, wanted)
+        assert needed is not None  # they have been written
+        with lock:
+            shards = dict((read_manifest(folder) or known)["shards"])
+            if new := [name for name in needed if name not in shards]:
+                shards |= {name: describe(folder / name) for name in new}
                 write_manifest(folder, {"origin": origin, "shards": shards})
-        names = [shard.name for shard in wanted]
-        return Corpus(folder, origin, {name: shards[name] for name in names}, target, fresh=bool(missing))
+        return Corpus(folder, origin, {name: shards[name] for name in needed}, target, fresh=fresh)
+
+    def _needed(self, folder: Path, wanted: list[_Shard]) -> list[str] | None:
+        """The shards that make enough tokens, in their order; None if some of them are not written yet."""
+        names, tokens = [], 0
+        for shard in wanted:
+            if self.tokens is not None and tokens >= self.tokens:
+                break
+            if not (folder / shard.name).is_dir():
+                return None
+            names.append(shard.name)
+            tokens += written_tokens(folder / shard.name) if shard.trains else 0
+        return names
 
     def _origin(self, target: Target) -> dict[str, Any]:
         """All that a shard depends on. Rows are of it: a pass over other rows rounds differently."""
@@ -147,35 +171,45 @@ class TargetText:
         if left_out:
             note(f"{left_out} prompts of more than {longest} tokens are left out")
         if few := [side for side, prompts in sides.items() if not prompts]:
-            raise UserError(f"{len(self.texts)} prompts leave none for {few[0]!r}.", key="prompts")
+            raise UserError(f"{len(self.texts)} prompts leave none for {few[0]!r}.", key="data.prompts")
         return [
             _Shard(_name(side, prompts[at : at + SHARD], at // SHARD), prompts[at : at + SHARD])
             for side, prompts in sides.items()
             for at in range(0, len(prompts), SHARD)
         ]
 
-    def _write(self, target: Target, folder: Path, missing: list[_Shard], note: Note) -> None:
-        """Write the shards that are not on disk, finished ones of an interrupted run being there already."""
-        todo = [shard for shard in missing if not (folder / shard.name).is_dir()]
+    def _write(self, target: Target, folder: Path, wanted: list[_Shard], note: Note) -> None:
+        """Write the shards that are not on disk, finished ones of an interrupted run being there already.
+
+        Processes that write one text at the same time share the work, a shard each.
+        """
+        todo = [shard for shard in wanted if not (folder / shard.name).is_dir()]
         answers = sum(len(shard.prompts) for shard in todo) * len(self.temperatures)
         prompt_tokens = sum(map(len, itertools.chain.from_iterable(shard.prompts for shard in todo)))
         hidden = target.model.config.get_text_config().hidden_size
         size = answers * self.max_new_tokens * (2 * hidden + 7) + 3 * prompt_tokens * len(self.temperatures)
         most = f"at most {answers * self.max_new_tokens:,} tokens, {size / 1e6:,.0f} MB"
-        note(f"{target.name} writes {answers:,} answers, {most}, to {folder}")
+        end = "" if self.tokens is None else f", until there are {self.tokens:,} to train on"
+        note(f"{target.name} writes {answers:,} answers, {most}, to {folder}{end}")
         writer = Writer(target, self)
-        done = 0
-        for index, shard in enumerate(todo, 1):
-            documents = writer.answers(shard.prompts)
-            written = write_shard(folder / shard.name, documents, target.vocabulary)
-            done += written["generated"]
-            note(f"shard {index}/{len(todo)}: {done:,} tokens, {writer.tokens_per_s:.0f} tokens/s")
+        for seconds in (0, -1):  # first what no other process is writing; then what one has left unfinished
+            for shard in todo:
+                if self._needed(folder, wanted) is not None:
+                    return
+                with contextlib.suppress(Timeout), FileLock(folder / f".{shard.name}.lock", timeout=seconds):
+                    if not (folder / shard.name).is_dir():
+                        written = write_shard(folder / shard.name, writer.answers(shard.prompts), target.vocabulary)
+                        note(f"{shard.name}: {written['generated']:,} tokens, {writer.tokens_per_s:.0f} tokens/s")
 
 
 @dataclass(frozen=True)
 class _Shard:
     name: str
     prompts: list[list[int]]
+
+    @property
+    def trains(self) -> bool:
+        return self.name.startswith("train")
 
 
 class Corpus:
@@ -317,6 +351,14 @@ def fingerprint(model: Any) -> str:
         some = flat[:: max(1, len(flat) // SAMPLES)].float().cpu().numpy()
         digest.update(f"{name}{tuple(weight.shape)}".encode() + some.tobytes())
     return digest.hexdigest()
+
+
+def _texts(paths: list[str]) -> list[str]:
+    """Of all files, each once."""
+    try:
+        return list(dict.fromkeys(text for path in paths for text in jsonl(path=path).texts))
+    except UserError as error:
+        raise UserError(error.message, key="prompts") from error
 
 
 def _hash(text: str) -> str:

@@ -32,7 +32,7 @@ def best_layers(target: Target, student: Student, text: Text, count: int) -> lis
     available = target.model.config.get_text_config().num_hidden_layers
     if count > available:
         raise UserError(f"{count} is more than the target's {available} layers.", key="student.layers")
-    batch = _some(text)
+    batch = _some(text).to(student.head_rows.device)
     p = student.teacher(batch)
     chosen: list[int] = []
     for _ in range(count):

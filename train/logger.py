@@ -98,13 +98,12 @@ class TrackerLogger(Logger, Callback):
         os.truncate(file, self._end)
 
     def _write(self, file: Path, point: Point) -> None:
-        """The line of the last point, in place of what stands there."""
+        """The last point's line, in place of a shorter one for fewer figures."""
         line = json.dumps(point).encode() + b"\n"
         file.touch()
         with file.open("r+b") as stream:
             stream.seek(self._begin)
             stream.write(line)
-            stream.truncate()
         self._end = self._begin + len(line)
 
     def _on_file(self, work: Callable[[Path], None]) -> None:

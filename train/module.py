@@ -36,6 +36,8 @@ class DraftTraining(lightning.LightningModule):
         self.student, self.gamma = student, gamma
         self._loss, self._optimizer = loss, optimizer
         self._counts = Counts()
+        self.figures: dict[str, float] = {}  # of the last validation
+        self.validated_at = -1  # step
         self.strict_loading = False  # checkpoints hold what is trained alone
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
@@ -76,7 +78,8 @@ class DraftTraining(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         summed = self._summed(self._counts.flat(self.student.heads, self.gamma).to(self.device))
-        self.log_dict(figures(summed.tolist(), self.student.heads, self.gamma), prog_bar=False, sync_dist=False)
+        self.figures, self.validated_at = figures(summed.tolist(), self.student.heads, self.gamma), self.global_step
+        self.log_dict(self.figures)
 
     def _of(self, guesses: Guesses, p: Tensor, count: Tensor) -> Tensor:
         values = self._loss(p[guesses.at], guesses.logits)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from specpipe.errors import number
+from specpipe.errors import UserError, number
 
 
 class AdamW:
@@ -34,8 +34,9 @@ class AdamW:
         final: float = 0.1,
     ) -> None:
         self.lr = number("lr", lr, 0, above=True)
-        first, second = (number("betas", beta, 0, 1) for beta in betas)
-        self.betas = (first, second)
+        if isinstance(betas, (str, float, int)) or len(betas) != 2:
+            raise UserError(f"{betas!r} is not a list of two numbers such as [0.9,0.95].", key="betas")
+        self.betas = (number("betas", betas[0], 0, 1), number("betas", betas[1], 0, 1))
         self.weight_decay = number("weight_decay", weight_decay, 0)
         self.warmup, self.final = number("warmup", warmup, 0, 1), number("final", final, 0, 1)
 

@@ -36,7 +36,7 @@ def brought_over(resume: str | None, folder: Path) -> Path | None:
         for file in (f"{CHECKPOINTS}/{BEST}.ckpt", POINTS):
             if (before / file).is_file():
                 shutil.copy2(before / file, folder / file)
-        torch.save(_moved(torch.load(found, weights_only=True), str(found.parent), str(own.parent)), own)
+        torch.save(_moved(torch.load(found, weights_only=True), str(own.parent.resolve())), own)
     return own
 
 
@@ -60,8 +60,15 @@ def _newest(folder: Path) -> Path | None:
     return max(others, key=lambda file: file.stat().st_mtime, default=None)
 
 
-def _moved(state: Any, before: str, now: str) -> Any:
-    """The same with paths in the new folder: the checkpoint callback remembers where its best one lies."""
-    if isinstance(state, dict):
-        return {_moved(key, before, now): _moved(value, before, now) for key, value in state.items()}
-    return state.replace(before, now) if isinstance(state, str) else state
+def _moved(checkpoint: dict[str, Any], now: str) -> dict[str, Any]:
+    """The same with paths in the new folder: its callbacks remember where their checkpoints lay when it was written."""
+    for state in checkpoint["callbacks"].values():
+        if before := state.get("dirpath"):
+            state.update(_replaced(state, before, now))
+    return checkpoint
+
+
+def _replaced(value: Any, before: str, now: str) -> Any:
+    if isinstance(value, dict):
+        return {_replaced(key, before, now): _replaced(each, before, now) for key, each in value.items()}
+    return value.replace(before, now) if isinstance(value, str) else value

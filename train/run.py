@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from omegaconf import DictConfig
 
 from specpipe.commands.parts import INTERRUPTED, put_away
 from specpipe.config import build, plain
-from specpipe.errors import choice
+from specpipe.errors import choice, integer
+from specpipe.report.training import training_page
 from specpipe.results import RunFolder, provenance
 from specpipe.verifier.targets import Target
 from train.batches import DraftData
@@ -35,6 +38,9 @@ DISAGREES = 1
 def run(config: DictConfig) -> int:
     """Train as configured; 0, or 1 if a real decode does not take the steps that validation says."""
     choice("task", config.task, TASKS)
+    if config.num_speculative_tokens is not None:
+        integer("num_speculative_tokens", config.num_speculative_tokens, 1)
+    quiet_lightning()
     data: TargetText = build(config.data, "data")
     parts = {name: build(config[name], name) for name in ("student", "loss", "optimizer")}
     target: Target = build(config.target, "target")
@@ -46,6 +52,13 @@ def run(config: DictConfig) -> int:
     if corpus.fresh:  # the linear layers of who wrote it are packed
         target = build(config.target, "target")
     return Fit(config, data, corpus, target, **parts).run()
+
+
+def quiet_lightning() -> None:
+    """Its remarks are about choices that are made here, and not by who reads them; what goes wrong is still said."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
 
 def note(line: str) -> None:
@@ -78,7 +91,7 @@ class Fit:
         self.batches = DraftData(corpus, batch_size=data.batch_size, seed=config.seed)
         self.monitor = f"val/tau_g{self.gamma}" + ("" if 0.0 in data.temperatures else "_T1")
         self.ledger = Ledger(corpus.describe()["sha256"])
-        self.figures: dict[str, float] = {}
+        self.steps = 0
 
     def run(self) -> int:
         """Train, choose, save, decode."""
@@ -103,7 +116,7 @@ class Fit:
             draft = self._saved()
             folder.put(curves=logger.points, artifact=str(draft))
             metadata = {**self._summary(), "command": provenance()["command_line"], "data": self.corpus.describe()}
-            tracker.log_artifact(f"{self.student.kind}-draft", "model", draft, metadata)
+            tracker.log_artifact(f"{self.student.option}-draft", "model", draft, metadata)
             agreement = self._decoded(draft)
             folder.put(check=vars(agreement) | {"holds": agreement.holds})
             self._tell(agreement, draft)
@@ -112,21 +125,24 @@ class Fit:
             code = INTERRUPTED
             raise
         finally:
+            folder.write("report.html", training_page(folder.result))
             code = put_away(folder, tracker, note, code, done=code in (0, DISAGREES))
         return code
 
     def _fit(self, trainer: lightning.Trainer, best: ModelCheckpoint, resumed: Path | None) -> None:
         """Train, and end with the weights that have the highest tau, not always the last ones."""
         try:
-            trainer.fit(self.module, self.batches, ckpt_path=resumed, weights_only=True)
+            if any(weight.requires_grad for weight in self.student.parameters()):  # counts have nothing to train
+                trainer.fit(self.module, self.batches, ckpt_path=resumed, weights_only=True)
         except SystemExit as error:  # Lightning's answer to Ctrl-C
             raise KeyboardInterrupt from error
-        self.figures = dict(trainer.validate(self.module, self.batches, verbose=False)[0])
-        if best.best_model_score is not None and self.figures[self.monitor] < float(best.best_model_score):
+        self.steps = trainer.global_step
+        if self.module.validated_at != self.steps:
+            trainer.validate(self.module, self.batches, verbose=False)
+        if best.best_model_score is not None and self.module.figures[self.monitor] < float(best.best_model_score):
             state = torch.load(best.best_model_path, weights_only=True)["state_dict"]
             self.module.load_state_dict(state, strict=False)
-            self.figures = dict(trainer.validate(self.module, self.batches, verbose=False)[0])
-        self.steps = trainer.global_step
+            trainer.validate(self.module, self.batches, verbose=False)
 
     def _saved(self) -> Path:
         """The draft's folder."""
@@ -159,6 +175,7 @@ class Fit:
             "seed": self.config.seed,
             "target": self.described,
             **{group: self.hydra.choices.get(group) for group in groups},
+            "proposer": self.student.option,
             "num_speculative_tokens": self.gamma,
             "data": self.corpus.describe(),
             "config": self.settled,
@@ -169,11 +186,11 @@ class Fit:
         names = {"tau": self.monitor.removesuffix("_T1"), "tau_T1": f"val/tau_g{self.gamma}_T1"}
         named = {"alpha": "val/alpha", "coverage": "val/coverage", "p_mass": "val/p_mass", **names}
         return {
-            **{name: self.figures.get(key) for name, key in named.items()},
+            **{name: self.module.figures.get(key) for name, key in named.items()},
             "minutes": self.ledger.minutes,
             "tokens": self.ledger.tokens,
-            "steps": getattr(self, "steps", 0),
-            "validation": self.figures,
+            "steps": self.steps,
+            "validation": self.module.figures,
         }
 
     def _tell(self, agreement: Agreement, draft: Path) -> None:
@@ -182,5 +199,5 @@ class Fit:
         note("  ".join(f"{name} {value:.3f}" for name, value in shown.items()) + f"  after {self.steps} steps")
         word = "as" if agreement.holds else "NOT as"
         note(f"a real decode gives {agreement.decoded:.3f} tokens per pass, {word} walked over: {agreement.walked:.3f}")
-        name = "mlp" if self.student.start else "distilled"
-        note(f"python -m specpipe decode proposer={name} proposer.path={draft}")
+        path = self.student.path(draft)
+        note(f"python -m specpipe decode proposer={self.student.option} proposer.path={path}")

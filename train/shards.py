@@ -101,8 +101,13 @@ def describe(folder: Path) -> dict[str, Any]:
     }
 
 
+def written_tokens(folder: Path) -> int:
+    """How many tokens of a shard the target wrote."""
+    return (folder / "logz.bin").stat().st_size // np.dtype(np.float32).itemsize
+
+
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write `manifest.json` as a whole: its presence says that the text is complete."""
+    """Write `manifest.json` as a whole."""
     half = folder / f".{MANIFEST}.{os.getpid()}"
     content = {"format": FORMAT, "version": VERSION, **manifest}
     half.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -110,7 +115,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder, None if its text is not complete.
+    """The manifest of a folder, None if there is none.
 
     Raises:
         UserError: if it is of another format.
@@ -187,9 +192,14 @@ class _Shard:
         written = int(self.mask.sum())
         if not written == len(self.logz) == len(self._state):
             return f"{written} tokens are marked as written, with {len(self._state)} states, {len(self.logz)} logz"
-        ends = self.docs[:, 0] + self.docs[:, 1]
-        if self.docs[0, 0] != 0 or (self.docs[1:, 0] != ends[:-1]).any() or ends[-1] != len(self.ids):
+        if len(self.mask) != len(self.ids):
+            return f"it has {len(self.mask)} marks for {len(self.ids)} ids"
+        begins = np.concatenate([[0], self.docs[:, 1].cumsum()])
+        if (self.docs[:, 0] != begins[:-1]).any() or (self.docs[:, 1] < 1).any() or begins[-1] != len(self.ids):
             return "its documents do not cover its ids"
+        before = np.concatenate([[0], self.mask.cumsum(dtype=np.int64)])
+        if (self.docs[:, 2] != before[self.docs[:, 0]]).any():
+            return "its documents do not cover its states"
         if int(self.ids.max()) >= vocabulary:
             return f"it holds id {int(self.ids.max())}, but the target's end at {vocabulary - 1}"
         return None

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specpipe.errors import UserError, choice, integer
+from specpipe.errors import UserError, choice, flag, integer
 from specpipe.proposers import artifact
 from specpipe.proposers.artifact import Card
-from specpipe.proposers.counts import vocabulary_hash
+from specpipe.proposers.counts import LONGEST, Counts, Origin, Smoothed, fit, vocabulary_hash
+from specpipe.proposers.counts import save as save_counts
 from specpipe.proposers.distilled import KIND as DISTILLED
-from specpipe.proposers.distilled import pruned, save_draft
+from specpipe.proposers.distilled import DistilledDraft, pruned, save_draft
 from specpipe.proposers.heads import KINDS, Heads, MlpHeads
+from specpipe.proposers.mlp import HeadsProposer
+from specpipe.proposers.table import CountsProposer
 from specpipe.verifier.targets import Target
 from train.batches import Batch
 from train.layers import best_layers
@@ -45,14 +48,14 @@ class Guesses:
 class Student(nn.Module):
     """What both trained kinds have in common.
 
-    `kind` is that of the `Card`; `start` the first place that can be guessed when it decodes (`specpipe.walk`); `heads`
-    how many guesses have a module of their own.
+    `option` of the group `proposer` decodes with it; `start` is the first place that it can guess then, as in
+    `specpipe.walk`; `heads` is how many guesses begin at one place.
 
     Args:
         vocabulary: how many ids it can say, the most frequent ones of the text; None: all.
     """
 
-    kind: str
+    option: str
     start: int
     heads: int
     head_rows: Tensor
@@ -85,14 +88,22 @@ class Student(nn.Module):
         raise NotImplementedError
 
     def save(self, folder: Path, training: dict[str, Any]) -> None:
-        """Write what `proposer.path` takes; `training` says how it came about."""
+        """Write a draft; `training` says how it came about."""
         raise NotImplementedError
+
+    def proposer(self, folder: Path) -> Any:
+        """What decodes with the draft that was saved there, in the precision that it was trained in."""
+        raise NotImplementedError
+
+    def path(self, folder: Path) -> Path:
+        """What `proposer.path` takes, of the draft in a folder."""
+        return folder
 
     def _build(self, target: Target, text: Text) -> None:
         raise NotImplementedError
 
-    def _card(self, shape: dict[str, Any], training: dict[str, Any]) -> Card:
-        return Card(self.kind, self._target_name, self._vocabulary_hash, self._hidden, shape, training)
+    def _card(self, kind: str, shape: dict[str, Any], training: dict[str, Any]) -> Card:
+        return Card(kind, self._target_name, self._vocabulary_hash, self._hidden, shape, training)
 
 
 class HeadsStudent(Student):
@@ -105,13 +116,13 @@ class HeadsStudent(Student):
         vocabulary: see `Student`.
     """
 
-    start = 1
+    option, start = "mlp", 1
     module: Heads
     embedding: Tensor
 
     def __init__(self, *, heads: int = 3, form: str = "mlp", vocabulary: int | None = 8192) -> None:
         super().__init__(vocabulary)
-        self.heads, self.kind = integer("heads", heads, 1), choice("form", form, KINDS)
+        self.heads, self.form = integer("heads", heads, 1), choice("form", form, KINDS)
 
     def guesses(self, batch: Batch) -> Iterator[Guesses]:
         anchors = batch.anchors(0)
@@ -125,11 +136,14 @@ class HeadsStudent(Student):
 
     def save(self, folder: Path, training: dict[str, Any]) -> None:
         weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in self.module.state_dict().items()}
-        artifact.save(folder, self._card({"heads": self.heads}, training), weights, self.ids)
+        artifact.save(folder, self._card(self.form, {"heads": self.heads}, training), weights, self.ids)
+
+    def proposer(self, folder: Path) -> HeadsProposer:
+        return HeadsProposer(path=str(folder))
 
     def _build(self, target: Target, text: Text) -> None:
         self.register_buffer("embedding", target.embedding_weight.detach(), persistent=False)
-        self.module = KINDS[self.kind](hidden=self._hidden, heads=self.heads)
+        self.module = KINDS[self.form](hidden=self._hidden, heads=self.heads)
         if isinstance(self.module, MlpHeads):
             self.module.start(self.embedding)
 
@@ -143,7 +157,7 @@ class DistilledStudent(Student):
         vocabulary: see `Student`.
     """
 
-    kind, start, heads = DISTILLED, 0, 1
+    option, start, heads = "distilled", 0, 1
 
     def __init__(self, *, layers: int | Items[int] = 4, vocabulary: int | None = 8192) -> None:
         super().__init__(vocabulary)
@@ -160,12 +174,57 @@ class DistilledStudent(Student):
         yield Guesses(0, torch.arange(len(batch.answer), device=logits.device), logits)
 
     def save(self, folder: Path, training: dict[str, Any]) -> None:
-        save_draft(folder, self.model, self._card({}, {**training, "layers": self.layers}), self.ids)
+        card = self._card(DISTILLED, {}, {**training, "layers": self.layers})
+        save_draft(folder, self.model, card, self.ids)
+
+    def proposer(self, folder: Path) -> DistilledDraft:
+        return DistilledDraft(path=str(folder), dtype="float32")
 
     def _build(self, target: Target, text: Text) -> None:
         if isinstance(self.layers, int):
             self.layers = best_layers(target, self, text, self.layers)
-        self.model = pruned(target.model, self.layers).float().train()
+        try:
+            self.model = pruned(target.model, self.layers).float().train()
+        except UserError as error:
+            raise error.under("student") from error
         frozen = [self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight]
         for weight in frozen:
             weight.requires_grad_(False)
+
+
+class TableStudent(Student):
+    """Counts of n-grams, for `proposer=table`: one pass over the text, and nothing for a loss to train.
+
+    Args:
+        order: 1 unigrams, 2 bigrams, 3 trigrams.
+        singletons: keep n-grams that occurred once, most of a table.
+    """
+
+    option, start, heads = "table", 0, 1
+
+    def __init__(self, *, order: int = 2, singletons: bool = True) -> None:
+        super().__init__(vocabulary=None)
+        self.order, self.singletons = integer("order", order, 1, LONGEST), flag("singletons", singletons)
+
+    def guesses(self, batch: Batch) -> Iterator[Guesses]:
+        rows, columns = batch.place // batch.ids.shape[1], batch.place % batch.ids.shape[1]
+        contexts = [batch.ids[row, : column + 1] for row, column in zip(rows.tolist(), columns.tolist(), strict=True)]
+        laws = [self._law.law(self._law.context(context[-LONGEST:].tolist())) for context in contexts]
+        yield Guesses(0, torch.arange(len(laws)), torch.stack(laws).float().log())
+
+    def save(self, folder: Path, training: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        origin = Origin(self._target_name, self._vocabulary_hash, f"{self._counts.tokens} tokens of {training['data']}")
+        save_counts(self._counts, origin, self.path(folder))
+
+    def proposer(self, folder: Path) -> CountsProposer:
+        return CountsProposer(path=str(self.path(folder)))
+
+    def path(self, folder: Path) -> Path:
+        return folder / "table.safetensors"
+
+    def _build(self, target: Target, text: Text) -> None:
+        answers = (document.answer.tolist() for document in text)
+        counts: Counts = fit(answers, order=self.order, size=target.vocabulary)
+        self._counts = counts if self.singletons else counts.without_singletons()
+        self._law = Smoothed(self._counts, self.order, target.vocabulary)

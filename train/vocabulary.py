@@ -27,7 +27,8 @@ def kept_ids(generated: np.ndarray, target: Target, size: int | None) -> Tensor:
         return torch.arange(target.vocabulary)
     must = sorted(_must(target))
     if len(must) > size:
-        raise UserError(f"{size} ids are too few; {len(must)} special ones and digits must be kept.", key="vocabulary")
+        what = f"{size} ids are too few; {len(must)} special ones and digits must be kept"
+        raise UserError(f"{what}.", key="student.vocabulary")
     counts = np.bincount(generated, minlength=target.vocabulary)
     ranked = np.lexsort((np.arange(len(counts)), -counts))
     others = ranked[~np.isin(ranked, must)][: size - len(must)]

@@ -15,6 +15,9 @@ from specpipe.errors import ContractError, UserError, flag, having
 from specpipe.proposers import Extender, Proposer
 from specpipe.sequence import Sequence
 
+DEFAULT = ("suffix", "mlp")
+TRAINED, OTHERWISE = "mlp", "ngram"
+
 Row = tuple[list[int], torch.Tensor | None]  # a draft of one request, as `Draft.row` gives it
 
 
@@ -30,11 +33,14 @@ class Cascade:
 
     Args:
         members: options of the group `proposer` by name, or mappings with a `_target_`; cheap and sure ones first.
+            None: `suffix`, and behind it `mlp` for a target that the shipped heads are for, `ngram` for any other.
         extend: let later members lengthen short drafts. Off, since the drafts of `suffix` end where one more token is
             not worth its scoring; on, it gives more tokens per pass, and is for members that stop for other reasons.
     """
 
-    def __init__(self, *, members: Items[str | Mapping[str, Any]] = ("suffix", "ngram"), extend: bool = False) -> None:
+    def __init__(self, *, members: Items[str | Mapping[str, Any]] | None = None, extend: bool = False) -> None:
+        self._trained_if_it_fits = members is None
+        members = DEFAULT if members is None else members
         if isinstance(members, (str, Mapping)) or not isinstance(members, Items) or not members:
             raise UserError(f"{members!r} is not a list of proposers such as [suffix,ngram].", key="members")
         if any(isinstance(each, str) and list(members).count(each) > 1 for each in members):
@@ -48,13 +54,16 @@ class Cascade:
 
     def bind(self, target: Any) -> None:
         """Hand the target to the members that want it."""
+        self._size = target.vocabulary
+        if self._trained_if_it_fits and not _fits(self._members[TRAINED], target):
+            del self._members[TRAINED]
+            self._members[OTHERWISE] = _member(OTHERWISE, len(self._members))[1]
         for number, proposer in enumerate(self._members.values()):
             if hasattr(proposer, "bind"):
                 try:
                     proposer.bind(target)
                 except UserError as error:
                     raise error.under(f"members[{number}]") from error
-        self._size = target.vocabulary
 
     def attach(self, verifier: Any) -> None:
         """Hand the verifier to the members that can use it."""
@@ -96,6 +105,15 @@ def _one_hot(x: list[int], like: torch.Tensor) -> torch.Tensor:
     q = like.new_zeros(len(x), like.shape[-1])
     q[range(len(x)), x] = 1
     return q
+
+
+def _fits(proposer: Any, target: Any) -> bool:
+    """Whether a trained draft is for this target."""
+    try:
+        proposer.bind(target)
+    except UserError:
+        return False
+    return True
 
 
 def _member(given: Any, number: int) -> tuple[str, Proposer]:

@@ -1,4 +1,4 @@
-"""The parts of every page: a skeleton with its styles inside, tables, lists of facts, and one chart.
+"""The parts of every page: a skeleton with its styles inside, tables, lists of facts, and two charts.
 
 A page is one file that needs no network and no script, on a phone as on a desk, in the light as in the dark. Whatever
 is put into it is escaped, unless it is `Markup` made here. Knows nothing about what the pages say.
@@ -7,7 +7,7 @@ is put into it is escaped, unless it is `Markup` made here. Knows nothing about 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ ABSENT = "–"
 
 WIDTH, HEIGHT = 320, 130  # of a chart, in units of about a CSS pixel
 LEFT, BOTTOM, TOP = 34, 16, 6  # room for the axes' words
+DOT = 3  # radius
+MOST_DOTS = 60  # a line of more points is drawn without a dot for each
 
 STYLE = Markup("""
 :root {
@@ -75,6 +77,13 @@ svg text { fill: currentColor; font-size: 10px; opacity: .75; }
 svg .bar { fill: var(--bar); } svg .bar.out { fill: var(--out); }
 svg .band { fill: var(--band); }
 svg line { stroke: currentColor; } svg .level { stroke-dasharray: 4 3; }
+svg polyline { fill: none; stroke: var(--bar); stroke-width: 2; stroke-linejoin: round; }
+svg polyline.second { stroke: var(--out); stroke-dasharray: 5 3; }
+svg circle { fill: var(--bar); } svg circle.second { fill: var(--out); }
+.named { margin-left: .6em; white-space: nowrap; }
+.key { display: inline-block; width: 1.6em; margin: 0 .3em .25em 0; border-top: 2px solid var(--bar); }
+.key.second { border-top: 2px dashed var(--out); }
+pre { padding: .6rem .8rem; border: 1px solid var(--line); white-space: pre-wrap; overflow-wrap: anywhere; }
 footer { margin-top: 2rem; }
 code { font-size: .9em; }
 """)
@@ -136,6 +145,29 @@ height="{{ bar.height }}"><title>{{ bar.words }}</title></rect>
 </svg>
 """
 
+CURVES = """\
+<svg viewBox="0 0 {{ width }} {{ height }}" role="img" aria-label="{{ label }}">
+<line x1="{{ left }}" x2="{{ width }}" y1="{{ floor }}" y2="{{ floor }}"/>
+{% for curve in curves %}
+<polyline class="{{ curve.pen }}" points="{{ curve.path }}"/>
+{% for x, y, words in curve.dots %}
+<circle class="{{ curve.pen }}" cx="{{ x }}" cy="{{ y }}" r="{{ dot }}"><title>{{ words }}</title></circle>
+{% endfor %}
+{% endfor %}
+{% for words, x, y, anchor in ticks %}
+<text x="{{ x }}" y="{{ y }}" text-anchor="{{ anchor }}">{{ words | number }}</text>
+{% endfor %}
+</svg>
+"""
+
+KEY = """\
+{% for name, pen in names %}
+<span class="named"><span class="key {{ pen }}"></span>{{ name }}</span>
+{% endfor %}
+"""
+
+PENS = ("", "second")  # classes of a chart's curves: they differ in colour, and the second is dashed
+
 
 class Cell(NamedTuple):
     """What stands in a table, and its tone: GOOD, BAD, WARN or none."""
@@ -153,6 +185,14 @@ class Bar(NamedTuple):
     height: float
     outside: bool
     words: str
+
+
+class Curve(NamedTuple):
+    """One curve of a chart, in its units: a line, and dots with words."""
+
+    pen: str
+    path: str
+    dots: list[tuple[float, float, str]]
 
 
 def page(title: str, body: Markup) -> str:
@@ -214,6 +254,48 @@ def histogram(counts: Sequence[int], label: str, *, expected: float, spread: flo
     )
 
 
+def curves(points: Mapping[str, Sequence[tuple[int, float]]], label: str) -> Markup:
+    """One or two curves over the same steps, as an SVG chart from the lowest value to the highest.
+
+    Args:
+        points: by name, at least one (step, value) each, in order; the axis of steps begins at 0.
+        label: for who cannot see the chart.
+    """
+    steps, values = zip(*(point for line in points.values() for point in line), strict=True)
+    last, low, high = max(*steps, 1), min(values), max(values)
+    floor = HEIGHT - BOTTOM
+    across, up = (WIDTH - LEFT - DOT) / last, (floor - 2 * TOP) / ((high - low) or 1)
+    placed = {
+        name: [(round(LEFT + step * across, 2), round(floor - TOP - (value - low) * up, 2)) for step, value in line]
+        for name, line in points.items()
+    }
+    return fragment(
+        CURVES,
+        label=label,
+        curves=[
+            Curve(pen, " ".join(f"{x},{y}" for x, y in placed[name]), _dots(name, line, placed[name]))
+            for pen, (name, line) in zip(PENS, points.items(), strict=False)
+        ],
+        ticks=[
+            *([(high, LEFT - 4, TOP + 3.5, "end")] if high > low else []),
+            (low, LEFT - 4, floor - TOP + 3.5, "end"),
+            (0, LEFT, HEIGHT - 4, "start"),
+            ("step", (LEFT + WIDTH) / 2, HEIGHT - 4, "middle"),
+            (last, WIDTH, HEIGHT - 4, "end"),
+        ],
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        floor=floor,
+        dot=DOT,
+    )
+
+
+def key(names: Sequence[str]) -> Markup:
+    """What the curves of a chart are, by how they are drawn."""
+    return fragment(KEY, names=list(zip(names, PENS, strict=False)))
+
+
 def number(value: Any) -> Any:
     """Numbers as people read them, three digits and grouped thousands; anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -236,6 +318,15 @@ def _bars(counts: Sequence[int], unit: float, floor: float, band: tuple[float, f
         )
         for i, count in enumerate(counts)
     ]
+
+
+def _dots(
+    name: str, line: Sequence[tuple[int, float]], places: Sequence[tuple[float, float]]
+) -> list[tuple[float, float, str]]:
+    if len(line) > MOST_DOTS:
+        return []
+    words = [f"{name}, step {step}: {number(value)}" for step, value in line]
+    return [(x, y, said) for (x, y), said in zip(places, words, strict=True)]
 
 
 def _cell(value: Any) -> Cell:

@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from specpipe import __version__
 from specpipe.errors import UserError
-from specpipe.sequence import Step
+
+if TYPE_CHECKING:
+    from specpipe.sequence import Step
 
 SAVE_EVERY_S = 2.0
 SAVE_SHARE = 0.05  # of the time may go into saving; a long run has much to save
@@ -158,9 +160,8 @@ def undisturbed() -> Iterator[None]:
 
 
 def provenance() -> dict[str, Any]:
-    """What it takes to run this again: command line, code revision, versions, machine."""
-    import torch
-
+    """What it takes to run this again: command line, code revision, versions, machine as far as the run used it."""
+    torch = sys.modules.get("torch")  # a run that needs none must not wait for it
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command_line": _command_line(),
@@ -170,10 +171,10 @@ def provenance() -> dict[str, Any]:
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "machine": {
             "system": platform.platform(),
-            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "cpu": torch.backends.cpu.get_cpu_capability() if torch else None,
             "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "threads": torch.get_num_threads() if torch else None,
+            "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
         },
     }
 

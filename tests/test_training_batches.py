@@ -243,7 +243,7 @@ def test_padding_and_neighbours_change_neither_loss_nor_gradient(kind: str) -> N
     assert rows == expected_rows(kind)
     of = one_head(kind)
     loss = step(of, collate(documents()))
-    assert float(loss) == pytest.approx(float(total) / rows, rel=1e-5)
+    assert loss.item() == pytest.approx(total.item() / rows, rel=1e-5)
     expected = gradient(of, total / rows)
     assert torch.allclose(gradient(of, loss), expected, atol=1e-6 * float(expected.abs().max()) + 1e-7)
 
@@ -251,11 +251,11 @@ def test_padding_and_neighbours_change_neither_loss_nor_gradient(kind: str) -> N
 def test_wrong_means_are_found_out() -> None:
     """Over padding, over prompts, and of the documents' means."""
     total, _ = summed_alone("distilled")
-    right = float(step(student("distilled"), collate(documents())))
-    padded = float(total) / (len(SIZES) * max(map(sum, SIZES)))
-    of_means = sum(float(step(student("distilled"), collate([each]))) for each in documents()) / len(SIZES)
+    right = step(student("distilled"), collate(documents())).item()
+    padded = total.item() / (len(SIZES) * max(map(sum, SIZES)))
+    of_means = sum(step(student("distilled"), collate([each])).item() for each in documents()) / len(SIZES)
     prompts_too = Texts(as_read(target(), each.ids.tolist(), 1) for each in documents() if len(each.ids) > 1)
-    over_prompts = float(step(student("distilled"), collate(prompts_too)))
+    over_prompts = step(student("distilled"), collate(prompts_too)).item()
     for wrong in (padded, of_means, over_prompts):
         assert abs(wrong / right - 1) > 1e-2
 

@@ -190,7 +190,8 @@ def test_a_run_ends_with_a_draft_that_decodes_as_validation_says(straight: tuple
     assert result["check"]["holds"]
     summary = result["summary"]
     assert summary["steps"] == STEPS
-    assert summary["tau"] == max(point["val/tau_g3"] for point in points_of(folder) if "val/tau_g3" in point) >= 1
+    best = max(point["val/tau_g3"] for point in points_of(folder))
+    assert summary["tau"] == pytest.approx(best)  # the curves are in float32
     assert {"tau_T1", "alpha", "coverage", "p_mass", "minutes", "tokens"} <= summary.keys()
     assert result["curves"][-1]["step"] == STEPS
     assert [point["step"] for point in points_of(folder)] == [3, 6, 9, 10]
@@ -299,8 +300,9 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Words for a target in a directory, with text of its own."""
     folder = tmp_path_factory.mktemp("hf")
     target = ["target=hf", f"target.model={saved_tiny(folder / 'model')}", "target.dtype=float32"]
-    words = [word for word in QUICK if word != "target=tiny" and "max_steps" not in word]
-    return [*words, *target, f"data.folder={folder / 'data'}", "trainer.max_steps=2", "data.max_new_tokens=16"]
+    own = ("target=", "trainer.max_steps", "optimizer.lr")
+    words = [word for word in QUICK if not word.startswith(own)]
+    return [*words, *target, f"data.folder={folder / 'data'}", "trainer.max_steps=2"]
 
 
 STUDENTS = {
@@ -325,7 +327,7 @@ def test_specpipe_train_makes_a_draft_for_any_model_and_decode_takes_it(
     draft = [f"proposer={kind}", f"proposer.path={tmp_path / 'run' / 'draft'}"]
     decoding = ["prompt=hello", "generation.max_new_tokens=8", "wandb=none", f"hydra.run.dir={tmp_path / 'decoded'}"]
     assert run("decode", *target, *draft, *decoding).code == 0
-    assert result_of(tmp_path / "decoded")["summary"]["spec_decode"]["drafted"] > 0
+    assert result_of(tmp_path / "decoded")["summary"]["spec_decode"]["num_draft_tokens"] > 0
 
 
 def test_a_draft_that_does_not_decode_as_validated_is_code_1(
@@ -349,37 +351,37 @@ def test_a_draft_that_does_not_decode_as_validated_is_code_1(
 # ---- mistakes ----
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["task=foo"], "task: 'foo' is not one of fit, generate."),
-        (["student.heads=0"], "student.heads: 0 is not a whole number from 1 up."),
-        (["student.form=x"], "student.form: 'x' is not one of mlp, medusa."),
-        (["student.vocabulary=3"], "student.vocabulary: 3 ids are too few"),
-        (["student=distilled", "student.layers=99"], "student.layers: 99 is more than the target's 2 layers."),
-        (["student=distilled", "student.layers=[0,9]"], "student.layers: the target has no layer 9"),
-        (["data.temperatures=[]"], "data.temperatures: []"),
-        (["data.prompts=nowhere.jsonl"], "data.prompts: 'nowhere.jsonl' cannot be read"),
-        (["data.seed=1"], "data.folder: "),
-        (["data.batch_size=1000"], "data.batch_size: "),
-        (["trainer.max_steps=0"], "trainer.max_steps: 0 is not a whole number from 1 up."),
-        (["trainer.precision=foo"], "trainer.precision: 'foo' is not one of auto,"),
-        (["trainer.accelerator=foo"], "trainer: Lightning refuses it: "),
-        (["trainer.max_time=foo"], "trainer: Lightning refuses it: "),
-        (["optimizer.lr=0"], "optimizer.lr: 0 is not a number above 0 up."),
-        (["optimizer.betas=[0.9]"], "optimizer.betas: "),
-        (["num_speculative_tokens=0"], "num_speculative_tokens: 0 is not a whole number from 1 up."),
-        (["save_every=0"], "save_every: 0 is not a whole number from 1 up."),
-        (["resume=nowhere"], "resume: there is no checkpoints/last.ckpt in "),
-        (["resume=last"], "resume: there is no checkpoints/last.ckpt in "),
-        (["loss=foo"], "loss: no option 'foo'; there are ce,"),
-        (["student=foo"], "student: no option 'foo'; there are distilled,"),
-        (["loss=mixture", "loss.weights.kl=-1"], "loss.weights.kl: -1 is not a number from 0 up."),
-        (["epochs=3"], "epochs: no such key."),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
-)
-def test_a_wrong_value_is_one_line_and_code_2(words: list[str], said: str, data: list[str], tmp_path: Path) -> None:
+MISTAKES = {
+    "task=foo": "task: 'foo' is not one of fit, generate.",
+    "student.heads=0": "student.heads: 0 is not a whole number from 1 up.",
+    "student.form=x": "student.form: 'x' is not one of mlp, medusa.",
+    "student.vocabulary=3": "student.vocabulary: 3 ids are too few",
+    "student=distilled student.layers=99": "student.layers: 99 is more than the target's 2 layers.",
+    "student=distilled student.layers=[0,9]": "student.layers: the target has no layer 9",
+    "data.temperatures=[]": "data.temperatures: []",
+    "data.prompts=nowhere.jsonl": "data.prompts: 'nowhere.jsonl' cannot be read",
+    "data.seed=1": "data.folder: ",
+    "data.batch_size=1000": "data.batch_size: ",
+    "trainer.max_steps=0": "trainer.max_steps: 0 is not a whole number from 1 up.",
+    "trainer.precision=foo": "trainer.precision: 'foo' is not one of auto,",
+    "trainer.accelerator=foo": "trainer: Lightning refuses it: ",
+    "trainer.max_time=foo": "trainer: Lightning refuses it: ",
+    "optimizer.lr=0": "optimizer.lr: 0 is not a number above 0 up.",
+    "optimizer.betas=[0.9]": "optimizer.betas: ",
+    "num_speculative_tokens=0": "num_speculative_tokens: 0 is not a whole number from 1 up.",
+    "save_every=0": "save_every: 0 is not a whole number from 1 up.",
+    "resume=nowhere": "resume: there is no checkpoints/last.ckpt in ",
+    "resume=last": "resume: there is no checkpoints/last.ckpt in ",
+    "loss=foo": "loss: no option 'foo'; there are ce,",
+    "student=foo": "student: no option 'foo'; there are distilled,",
+    "loss=mixture loss.weights.ce=-1": "loss.weights.ce: -1 is not a number from 0 up.",
+    "epochs=3": "epochs: no such key.",
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_wrong_value_is_one_line_and_code_2(typed: str, data: list[str], tmp_path: Path) -> None:
+    words = typed.split()
     given = {word.partition("=")[0] for word in words}
     usual = [word for word in (*QUICK, *data) if word.partition("=")[0] not in given]
     usual = [word for word in usual if "student=distilled" not in words or "student.vocabulary" not in word]
@@ -387,6 +389,6 @@ def test_a_wrong_value_is_one_line_and_code_2(words: list[str], said: str, data:
     assert ran.code == 2
     lines = [line for line in ran.err.splitlines() if line.startswith("specpipe: ")]
     assert len(lines) == 1
-    assert lines[0].startswith(f"specpipe: {said}")
+    assert lines[0].startswith(f"specpipe: {MISTAKES[typed]}")
     assert "Traceback" not in ran.err
     assert not ran.batches

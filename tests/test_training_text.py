@@ -283,7 +283,7 @@ def test_a_text_ends_with_its_first_end_id_which_counts_as_written(documents: li
 
 def test_text_does_not_depend_on_what_stands_beside_it(documents: list[Document], tmp_path: Path) -> None:
     """Other rows in a pass, ended ones let go at other times: the same tokens."""
-    alone = written(tmp_path / "alone", ending_often(), max_new_tokens=16, rows=1)
+    alone = written(tmp_path / "alone", ending_often(), max_new_tokens=16, rows=3)
     ids = {tuple(each.ids.tolist()) for each in (*alone.train, *alone.val)}
     assert ids == {tuple(each.ids.tolist()) for each in documents}
 
@@ -310,9 +310,8 @@ def test_a_side_without_prompts_is_refused(tmp_path: Path) -> None:
 
 
 def test_passes_over_prompts_have_little_padding() -> None:
-    answers: Any = [
-        generate._Answer([1] * width, 0, TargetText()) for width in [3, 3, 3, 4, 9, 10, 200, *[1000] * 7, 4000, 5000]
-    ]
+    widths, text = [3, 3, 3, 4, 9, 10, 200, *[1000] * 7, 4000, 5000], TargetText()
+    answers = [generate._Answer([1] * width, 0, text) for width in widths]
     groups = [[each.sequence.prompt_length for each in group] for group in of_similar_length(answers)]
     assert groups == [[3, 3, 3], [4], [9, 10], [200], [1000] * 4, [1000] * 3, [4000], [5000]]
 
@@ -447,7 +446,9 @@ def test_without_a_folder_it_is_kept_in_the_cache(tmp_path: Path, monkeypatch: p
     """By what it depends on, so that other text never meets it."""
     monkeypatch.setattr(generate, "cache_root", lambda: tmp_path / "cache")
     places = {
-        settings(tmp_path / "t", **{"folder": None, **asked}).prepare(tiny(device="cpu"), lambda line: None).folder
+        settings(tmp_path / "t", **{"folder": None, "max_new_tokens": 2, **asked})
+        .prepare(tiny(device="cpu"), lambda line: None)
+        .folder
         for asked in ({}, {}, {"seed": 1}, {"limit": 17})
     }
     assert len(places) == 2

@@ -14,8 +14,8 @@ from specpipe.paths import from_start
 CHECKPOINTS, LAST, BEST, POINTS = "checkpoints", "last", "best", "metrics.jsonl"
 
 
-def brought_over(resume: str | None, folder: Path) -> Path | None:
-    """The checkpoint to go on from, in `folder`, with the best one and the curves before it; None to start anew.
+def checkpoint_of(resume: str | None, folder: Path) -> Path | None:
+    """The checkpoint to go on from; None to start anew.
 
     Args:
         resume: folder of a run, or `last`: the newest run beside this one, or this one itself.
@@ -30,6 +30,13 @@ def brought_over(resume: str | None, folder: Path) -> Path | None:
     if found is None or not found.is_file():
         where = folder.parent if resume == "last" else from_start(resume)
         raise UserError(f"there is no {CHECKPOINTS}/{LAST}.ckpt in {str(where)!r}.", key="resume")
+    return found
+
+
+def brought_over(found: Path | None, folder: Path) -> Path | None:
+    """A checkpoint brought into the folder of this run, with the best one and the curves before it."""
+    if found is None:
+        return None
     before, own = found.parent.parent, place(folder)
     if before.resolve() != folder.resolve():
         own.parent.mkdir(parents=True, exist_ok=True)

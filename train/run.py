@@ -26,7 +26,7 @@ from train.generate import Corpus, TargetText
 from train.ledger import Ledger
 from train.logger import TrackerLogger
 from train.module import DraftTraining
-from train.resume import BEST, CHECKPOINTS, LAST, brought_over, place, wandb_run
+from train.resume import BEST, CHECKPOINTS, LAST, brought_over, checkpoint_of, place, wandb_run
 from train.students import Student
 
 TASKS = ("fit", "generate")
@@ -41,6 +41,9 @@ def run(config: DictConfig) -> int:
     if config.num_speculative_tokens is not None:
         integer("num_speculative_tokens", config.num_speculative_tokens, 1)
     quiet_lightning()
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    checkpoint = checkpoint_of(config.resume, folder)
+    build(config.trainer, "trainer")  # its mistakes show before hours of writing
     data: TargetText = build(config.data, "data")
     parts = {name: build(config[name], name) for name in ("student", "loss", "optimizer")}
     target: Target = build(config.target, "target")
@@ -51,7 +54,7 @@ def run(config: DictConfig) -> int:
     lightning.seed_everything(config.seed, verbose=False)
     if corpus.fresh:  # the linear layers of who wrote it are packed
         target = build(config.target, "target")
-    return Fit(config, data, corpus, target, **parts).run()
+    return Fit(config, data, corpus, target, folder, **parts).run(checkpoint)
 
 
 def quiet_lightning() -> None:
@@ -75,6 +78,7 @@ class Fit:
         data: TargetText,
         corpus: Corpus,
         target: Target,
+        folder: Path,
         *,
         student: Student,
         loss: Any,
@@ -82,7 +86,7 @@ class Fit:
     ) -> None:
         self.config, self.settled, self.data, self.corpus = config, plain(config), data, corpus
         self.hydra = HydraConfig.get().runtime
-        self.folder = Path(self.hydra.output_dir)
+        self.folder = folder
         student.prepare(target, corpus.train)
         gamma = GAMMA if config.num_speculative_tokens is None else config.num_speculative_tokens
         self.gamma = min(gamma, student.heads) if student.start else gamma
@@ -93,8 +97,8 @@ class Fit:
         self.ledger = Ledger(corpus.describe()["sha256"])
         self.steps = 0
 
-    def run(self) -> int:
-        """Train, choose, save, decode."""
+    def run(self, checkpoint: Path | None) -> int:
+        """Train, from a checkpoint on if one is given; choose, save, decode."""
         tracker = build(self.config.wandb, "wandb")
         logger = TrackerLogger(tracker, self.folder)
         kept: dict[str, Any] = {"dirpath": self.folder / CHECKPOINTS, "enable_version_counter": False}
@@ -104,10 +108,10 @@ class Fit:
         progress = sys.stderr.isatty()
         trainer = build(self.config.trainer, "trainer", callbacks=callbacks, logger=logger, progress=progress)
         if trainer.global_rank:
-            self._fit(trainer, best, place(self.folder) if self.config.resume else None)
+            self._fit(trainer, best, place(self.folder) if checkpoint else None)
             return 0
         folder = RunFolder(self.folder, self._head(), self._summary)
-        resumed = brought_over(self.config.resume, self.folder)
+        resumed = brought_over(checkpoint, self.folder)
         tracker.start("train", self.settled, self.folder, resume=wandb_run(resumed))
         self.ledger.wandb = tracker.run_id
         code = 1

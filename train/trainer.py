@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 from typing import Any
 
 import lightning
@@ -68,6 +69,7 @@ def trainer(
         raise UserError(f"Lightning refuses it: {one_line(error)}") from error
 
 
+@lru_cache
 def fastest_precision(accelerator: str) -> str:
     """`bf16-mixed` if a training step's products take less time so on this machine, else `32-true`."""
     device = "cuda" if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available() else "cpu"

@@ -1,9 +1,12 @@
-"""What commands share: the pipeline and the prompts of a config, and the head of result.json."""
+"""What commands share: the pipeline and the prompts of a config, and the head of result.json.
+
+Pulls in the models' libraries only when a pipeline is built: commands without one start at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -11,10 +14,12 @@ from omegaconf import DictConfig
 from specpipe import prompts
 from specpipe.config import build
 from specpipe.errors import UserError
-from specpipe.pipeline import Pipeline, bind
 from specpipe.prompts import Prompts
-from specpipe.proposers import Proposer
 from specpipe.results import RunFolder, undisturbed
+
+if TYPE_CHECKING:
+    from specpipe.pipeline import Pipeline
+    from specpipe.proposers import Proposer
 
 NOT_SAVED = 2
 INTERRUPTED = 130
@@ -23,6 +28,8 @@ OUTPUT_CLOSED = 141  # as for a program that a closed pipe ends (128 + SIGPIPE)
 
 def build_pipeline(config: DictConfig) -> Pipeline:
     """The configured pipeline. Cheap parts are built first, so that their mistakes show before a model is loaded."""
+    from specpipe.pipeline import Pipeline
+
     parts = {
         "settings": build(config.generation, "generation"),
         "proposer": build(config.proposer, "proposer"),
@@ -46,6 +53,8 @@ def build_pipeline(config: DictConfig) -> Pipeline:
 
 def another_proposer(config: DictConfig, pipeline: Pipeline) -> Proposer:
     """One more like the pipeline's, with a state of its own."""
+    from specpipe.pipeline import bind
+
     proposer = build(config.proposer, "proposer")
     bind(proposer, pipeline.verifier.target)
     return proposer

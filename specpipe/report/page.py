@@ -254,12 +254,13 @@ def histogram(counts: Sequence[int], label: str, *, expected: float, spread: flo
     )
 
 
-def curves(points: Mapping[str, Sequence[tuple[int, float]]], label: str) -> Markup:
+def curves(points: Mapping[str, Sequence[tuple[int, float]]], label: str, axis: str = "step") -> Markup:
     """One or two curves over the same steps, as an SVG chart from the lowest value to the highest.
 
     Args:
         points: by name, at least one (step, value) each, in order; the axis of steps begins at 0.
         label: for who cannot see the chart.
+        axis: what a step is called.
     """
     steps, values = zip(*(point for line in points.values() for point in line), strict=True)
     last, low, high = max(*steps, 1), min(values), max(values)
@@ -273,14 +274,14 @@ def curves(points: Mapping[str, Sequence[tuple[int, float]]], label: str) -> Mar
         CURVES,
         label=label,
         curves=[
-            Curve(pen, " ".join(f"{x},{y}" for x, y in placed[name]), _dots(name, line, placed[name]))
+            Curve(pen, " ".join(f"{x},{y}" for x, y in placed[name]), _dots(f"{name}, {axis}", line, placed[name]))
             for pen, (name, line) in zip(PENS, points.items(), strict=False)
         ],
         ticks=[
             *([(high, LEFT - 4, TOP + 3.5, "end")] if high > low else []),
             (low, LEFT - 4, floor - TOP + 3.5, "end"),
             (0, LEFT, HEIGHT - 4, "start"),
-            ("step", (LEFT + WIDTH) / 2, HEIGHT - 4, "middle"),
+            (axis, (LEFT + WIDTH) / 2, HEIGHT - 4, "middle"),
             (last, WIDTH, HEIGHT - 4, "end"),
         ],
         width=WIDTH,
@@ -325,7 +326,7 @@ def _dots(
 ) -> list[tuple[float, float, str]]:
     if len(line) > MOST_DOTS:
         return []
-    words = [f"{name}, step {step}: {number(value)}" for step, value in line]
+    words = [f"{name} {step}: {number(value)}" for step, value in line]
     return [(x, y, said) for (x, y), said in zip(places, words, strict=True)]
 
 

@@ -27,6 +27,7 @@ class Chance:
     """
 
     def __init__(self, seed: int, prompt_ids: Sequence[int] = (), repeat: int = 0) -> None:
+        self.repeat = repeat
         request = f"{seed}/{repeat}/{','.join(map(str, prompt_ids))}"
         self.key = hashlib.sha256(request.encode()).digest()  # equal for requests that draw the same numbers
         self._drafting, self._accepting, self._drawing = (

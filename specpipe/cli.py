@@ -33,6 +33,7 @@ from specpipe.errors import ContractError, UserError, nearest
 COMMANDS = {
     "decode": "decode prompts with a proposer; the text, what was accepted, and where the time went",
     "audit": "prove that nothing is lost: exact law, greedy identity, sampled law; also of another engine's output",
+    "plan": "expected tokens, speedup and the best draft length, from alpha and costs alone",
     "train": "train a proposer on what the target writes itself; from a checkout, also as python -m train",
 }
 

@@ -87,6 +87,20 @@ class AuditSchema(PipelineSchema):
     batch_size: int = _from(1, 8)
 
 
+@dataclass(init=False, repr=False, eq=False)  # their code would not parse: the key `from` is a word of Python
+class PlanSchema:
+    """Keys of `plan`."""
+
+    defaults: list[Any] = field(default_factory=list)
+    alpha: Any = None
+    cost_ratio: Any = None
+    operations_ratio: Any = None
+    gamma: int | None = None
+    max_gamma: int = _from(1, 16)
+    __annotations__["from"] = "str | None"
+    vars()["from"] = None
+
+
 @dataclass
 class TrainSchema:
     """Keys of `train`."""
@@ -107,8 +121,8 @@ class TrainSchema:
     seed: int = _from(0, 0)
 
 
-SCHEMAS = {"decode": DecodeSchema, "audit": AuditSchema, "train": TrainSchema}
-TYPES = {"int": "a whole number", "bool": "true or false", "str | None": "a text"}
+SCHEMAS = {"decode": DecodeSchema, "audit": AuditSchema, "plan": PlanSchema, "train": TrainSchema}
+TYPES = {"int": "a whole number", "int | None": "a whole number", "bool": "true or false", "str | None": "a text"}
 
 
 def register_schemas() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -36,8 +36,8 @@ class Pipeline:
         draft_length: how many of them each step asks for; all, if None.
         seed: of the run; a request's randomness depends on it and on the request alone.
         chat: apply the tokenizer's chat template; None applies it if there is one.
-        score_drafts: note each draft's probability under target and proposer, `Step.log_p` and `log_q`; the laws behind
-            a rejection are then made too, which takes time.
+        score_drafts: note each draft and its probability under target and proposer, `Step.draft_token_ids`, `log_p` and
+            `log_q`; the laws behind a rejection are then made too, which takes time.
     """
 
     def __init__(
@@ -98,18 +98,24 @@ class Pipeline:
         while sequence.finish_reason is None:
             yield self.step([sequence])[0]
 
-    def decode_together(self, sequences: Items[Sequence], batch_size: int) -> Iterator[tuple[Sequence, Step]]:
+    def decode_together(
+        self, sequences: Items[Sequence], batch_size: int, follow: Callable[[Sequence], Sequence | None] | None = None
+    ) -> Iterator[tuple[Sequence, Step]]:
         """Steps of all requests, at most `batch_size` of them in a pass; the place of a finished one is taken at once.
 
         Newcomers have their prompts read in a pass of their own, beside which the others' one-token passes would wait.
+        `follow` makes the request that comes behind a finished one, such as a conversation's next turn, and has first
+        claim to its place; None for nothing.
         """
-        waiting = deque(sequence for sequence in sequences if sequence.finish_reason is None)
+        waiting = deque(_unfinished(sequences, follow))
         running: list[Sequence] = []
         while waiting or running:
             new = [waiting.popleft() for _ in range(min(len(waiting), batch_size - len(running)))]
             together = new or running
             yield from zip(together, self.step(together), strict=True)
+            ended = [sequence for sequence in together if sequence.finish_reason is not None]
             running = [sequence for sequence in (*running, *new) if sequence.finish_reason is None]
+            waiting.extendleft(reversed(list(_unfinished(ended, follow))))
 
     def sequences(
         self, prompts: Items[str | Items[int]], seen: Counter[tuple[int, ...]] | None = None
@@ -118,27 +124,37 @@ class Pipeline:
 
         `seen` counts equal prompts, which have streams of their own; pass one where requests are made in several calls.
         """
-        target = self.verifier.target
         seen = Counter() if seen is None else seen
         made = []
         for number, prompt in enumerate(prompts):
             try:
                 ids = self._ids(prompt)
-                made.append(
-                    Sequence(
-                        ids,
-                        self.settings,
-                        stop_ids=self.settings.stop_ids(target.eos_ids),
-                        stop_text=StopWatch(self.text, self.settings.stop) if self.settings.stop else None,
-                        context=target.context,
-                        chance=Chance(self.seed, ids, repeat=seen[tuple(ids)]),
-                    )
-                )
+                made.append(self._sequence(ids, seen[tuple(ids)], self.verifier.target.context))
             except UserError as error:
                 where = f"number {number + 1}: " if len(prompts) > 1 else ""
                 raise UserError(f"{where}{error.message}", key=error.key) from error
             seen[tuple(ids)] += 1
         return made
+
+    def next_turn(self, said: Items[str], before: Sequence) -> tuple[Sequence, bool]:
+        """The request for a conversation's next turn, and whether its prompt holds the last answer's ids as they are.
+
+        One that no longer fits the target's context is finished at once, for the reason `context`. Conversations that
+        began alike keep streams of their own. See `TextCodec.encode_next`.
+        """
+        encoded, as_it_is = self.text.encode_next(said, before)
+        ids, context = self._ids(encoded), self.verifier.target.context
+        return self._sequence(ids, before.chance.repeat, None if context is None else max(context, len(ids))), as_it_is
+
+    def _sequence(self, ids: list[int], repeat: int, context: int | None) -> Sequence:
+        return Sequence(
+            ids,
+            self.settings,
+            stop_ids=self.settings.stop_ids(self.verifier.target.eos_ids),
+            stop_text=StopWatch(self.text, self.settings.stop) if self.settings.stop else None,
+            context=context,
+            chance=Chance(self.seed, ids, repeat=repeat),
+        )
 
     def _ids(self, prompt: str | Items[int]) -> list[int]:
         ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
@@ -181,6 +197,7 @@ class Pipeline:
             if self.settings.logprobs is not None:
                 step.logprobs = emitted_logprobs(sequence, step, rows)
             if self.score_drafts:
+                step.draft_token_ids, _ = draft.row(b)
                 step.log_p, step.log_q = draft_logprobs(sequence, step, draft, b, rows)
 
     def _lengths(self, sequences: list[Sequence]) -> list[int]:
@@ -213,6 +230,18 @@ class Pipeline:
     @property
     def _proposer_name(self) -> str:
         return type(inspect.unwrap(self.proposer)).__name__  # type: ignore[arg-type]
+
+
+def _unfinished(
+    sequences: Iterable[Sequence], follow: Callable[[Sequence], Sequence | None] | None
+) -> Iterator[Sequence]:
+    """What there is to decode: of each request itself, or if it is finished the first behind it that is not."""
+    for each in sequences:
+        current: Sequence | None = each
+        while current is not None and current.finish_reason is not None:
+            current = follow(current) if follow else None
+        if current is not None:
+            yield current
 
 
 def bind(proposer: Any, target: Any) -> None:

@@ -86,6 +86,7 @@ class RunFolder:
                 "overlaps": step.overlaps,
                 "has_q": step.has_q,
                 "source": step.source,
+                "draft_token_ids": step.draft_token_ids,
                 "log_p": step.log_p,
                 "log_q": step.log_q,
                 "seconds": step.seconds,

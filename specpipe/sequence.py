@@ -30,10 +30,10 @@ class Step:
 
     `asked` is what the proposer was allowed; drafted (k_s) tokens were scored, the first `accepted` (N_s) of them
     emitted, then `extra` (0 or 1) more. `overlaps` holds sum_x min(p, q) of each verified position; `has_q`: the draft
-    came with the laws it was drawn from; `logprobs` has an entry per emitted token where they were asked for, `log_p`
-    and `log_q` one per draft (natural logarithms of its probability under target and proposer); `seconds` is the time
-    by part of the pass, which `rows` requests shared; `source` names the member that drafted, where a proposer has
-    several.
+    came with the laws it was drawn from; `logprobs` has an entry per emitted token where they were asked for,
+    `draft_token_ids`, `log_p` and `log_q` one per draft where drafts are scored (its id, and the natural logarithms of
+    its probability under target and proposer); `seconds` is the time by part of the pass, which `rows` requests shared;
+    `source` names the member that drafted, where a proposer has several.
     """
 
     drafted: int
@@ -44,6 +44,7 @@ class Step:
     prefill: bool = False
     has_q: bool = False
     logprobs: list[TokenLogprobs] | None = None
+    draft_token_ids: list[int] | None = None
     log_p: list[float] | None = None
     log_q: list[float] | None = None
     seconds: dict[str, float] = field(default_factory=dict)

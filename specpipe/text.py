@@ -13,6 +13,7 @@ from typing import Any
 from specpipe.errors import UserError, one_line
 from specpipe.sequence import Sequence, Step
 
+BETWEEN_TURNS = "\n\n"  # without a chat template: behind an answer, which itself goes on where the user stopped
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # how bytes read that are no character, or not yet one
 PENDING = 3  # a character has up to 4 bytes, so at most 3 of them may be waiting for the last
 WINDOW = 14  # ids re-read for each new one before the oldest are let go
@@ -48,15 +49,49 @@ class TextCodec:
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of one prompt, special tokens included."""
+        return self._ids(self._written([prompt]))
+
+    def encode_next(self, said: Items[str], before: Sequence) -> tuple[list[int], bool]:
+        """Token ids of a conversation up to the next answer, and whether they hold its last answer's ids as they are.
+
+        If so they are the ids of `before`, prompt and answer, and behind them what the template puts there; an
+        end-of-text id is the template's to put. Otherwise the whole is encoded anew from its text: where a stop string
+        cut the answer, where the template changes it (strips it, leaves thoughts out), and where the tokenizer joins it
+        with what follows. Without a chat template a blank line stands between an answer and the user's next turn.
+
+        Args:
+            said: texts of user and model in turn; the last is what the user says now.
+            before: the request that the last answer in `said` is from, finished.
+        """
+        *earlier, answer, _ = said
+        whole, begun = self._written(said), self._written(earlier) + answer
+        ids = self._ids(whole)
+        behind = self._tokenizer(whole[len(begun) :], add_special_tokens=False)["input_ids"]
+        kept = before.tokens[: len(before.tokens) - self._ends_without_text(before)]
+        as_it_is = self.decode(kept[before.prompt_length :]) == answer and whole.startswith(begun)
+        if as_it_is and ids[len(ids) - len(behind) :] == behind:
+            return kept + behind, True
+        return ids, False
+
+    def _written(self, said: Items[str]) -> str:
+        """The text that the model reads when user and model have said this in turn and it is the model's turn."""
         if not self.chat:
-            return list(self._tokenizer(prompt)["input_ids"])
-        messages = [{"role": "user", "content": prompt}]
+            return BETWEEN_TURNS.join("".join(said[i : i + 2]) for i in range(0, len(said), 2))
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program of the model's authors
             what = f"the target's chat template fails ({one_line(error)}); prompts.chat=false goes without"
             raise UserError(f"{what}.", key="prompts.chat") from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _ids(self, written: str) -> list[int]:
+        """A template brings its special tokens itself."""
+        special = {"add_special_tokens": False} if self.chat else {}
+        return list(self._tokenizer(written, **special)["input_ids"])
+
+    def _ends_without_text(self, sequence: Sequence) -> bool:
+        last = sequence.tokens[-1]
+        return sequence.finish_reason == "stop" and last in sequence.stop_ids and not self.decode([last])
 
     def decode(self, ids: Items[int]) -> str:
         """Text of some ids without special tokens; bytes that are no character become U+FFFD."""
@@ -74,6 +109,18 @@ class TextCodec:
         hits = [hit for hit in found if hit[0] >= 0] or [(text.find(s), len(s)) for s in settings.stop if s in text]
         start, length = min(hits, key=lambda hit: hit[0] + hit[1], default=(len(text), 0))
         return text[: start + length] if settings.include_stop_str_in_output else text[:start]
+
+    def by_token(self, ids: Items[int]) -> list[str]:
+        """What text each id completes, joined `decode` of them all; empty for one that only begins a character."""
+        stream = self.pieces()
+        texts = ["".join(piece.text for piece in stream.add(token, "plain")) for token in ids]
+        if texts:
+            texts[-1] += "".join(piece.text for piece in stream.flush())
+        return texts
+
+    def name(self, token: int) -> str:
+        """The text of one id by itself, special tokens included: what a person calls it."""
+        return self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def pieces(self) -> PieceStream:
         """A fresh stream for one answer."""

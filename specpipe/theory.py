@@ -21,7 +21,7 @@ HALVINGS = 60  # of [0, 1], which leave nothing between two floats
 
 
 def expected_tokens(alpha: ArrayLike, gamma: ArrayLike) -> Number:
-    """tau: expected tokens of a step, (1 - alpha^(gamma+1)) / (1 - alpha), the extra token included (2211.17192, eq. 1).
+    """tau, tokens of a step with its extra one: (1 - alpha^(gamma+1)) / (1 - alpha) (arXiv 2211.17192, equation 1).
 
     Each draft is taken to be accepted independently with probability alpha. gamma + 1 at alpha = 1.
 
@@ -31,7 +31,7 @@ def expected_tokens(alpha: ArrayLike, gamma: ArrayLike) -> Number:
     a, g = _within("alpha", alpha, 1.0), _within("gamma", gamma)
     with np.errstate(divide="ignore", invalid="ignore"):
         series = -np.expm1((g + 1) * np.log(a)) / (1 - a)  # without cancellation near alpha = 1
-    return _same(np.where(a == 1, g + 1, series))
+    return _same(np.clip(np.where(a == 1, g + 1, series), 1, g + 1))  # rounding leaves gamma = 0 at exactly 1
 
 
 def expected_tokens_by_position(per_position_acceptance: ArrayLike) -> NDArray[np.float64]:
@@ -56,8 +56,8 @@ def step_cost(
 ) -> Number:
     """Time of a step that drafts gamma tokens, in plain steps: (gamma c + v + o) / (1 + o_0).
 
-    With v = 1 and o = 0 it is the gamma c + 1 of 2211.17192, theorem 3.8. It is also the number of tokens that a step
-    must yield on average to be worth its time.
+    With v = 1 and o = 0 it is the gamma c + 1 of arXiv 2211.17192, theorem 3.8. It is also the number of tokens that a
+    step must yield on average to be worth its time.
 
     Args:
         gamma: drafted tokens.
@@ -77,7 +77,7 @@ def step_cost(
 
 
 def speedup(alpha: ArrayLike, gamma: ArrayLike, cost_ratio: ArrayLike) -> Number:
-    """Tokens per second over those of plain decoding: tau / (gamma c + 1) (2211.17192, theorem 3.8).
+    """Tokens per second over those of plain decoding: tau / (gamma c + 1) (arXiv 2211.17192, theorem 3.8).
 
     Raises:
         ValueError: for an alpha outside [0, 1], or a negative gamma or cost_ratio.
@@ -86,7 +86,7 @@ def speedup(alpha: ArrayLike, gamma: ArrayLike, cost_ratio: ArrayLike) -> Number
 
 
 def operations_factor(alpha: ArrayLike, gamma: ArrayLike, operations_ratio: ArrayLike) -> Number:
-    """Arithmetic per token over that of plain decoding: (gamma c_ops + gamma + 1) / tau (2211.17192, theorem 3.11).
+    """Arithmetic per token over that of plain decoding, (gamma c_ops + gamma + 1) / tau (2211.17192, theorem 3.11).
 
     Args:
         alpha: chance that a draft is accepted.
@@ -150,10 +150,10 @@ def break_even_alpha(
 def speedup_measured(
     tokens: ArrayLike, t_draft: ArrayLike, t_verify: ArrayLike, t_plain: ArrayLike, t_other: ArrayLike = 0.0
 ) -> Number:
-    """tau t_plain / (t_draft + t_verify + t_other): tokens per second over those of plain decoding, by measured seconds.
+    """tau t_plain / (t_draft + t_verify + t_other): tokens per second over those of plain decoding, from seconds.
 
-    Predict other prompts or other gamma than those that were measured: where tau and all times come from the run that is
-    predicted, this is an identity.
+    Predict other prompts or another gamma than those that were measured: where tau and all times come from the run that
+    is predicted, this is an identity.
 
     Args:
         tokens: tau of a step that drafts gamma tokens.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specpipe import load
+from specpipe import cli, load
 from specpipe.proposers.none import NoProposer
 from specpipe.verifier.smollm2 import DIRECTORY, cache_root
 
@@ -68,3 +71,16 @@ def gap_at_first_difference(pipeline: Any, prompt: str, plain: list[int], other:
     with torch.inference_mode():
         best, second = pipeline.verifier.target.model(input_ids=ids).logits[0, -1].float().topk(2).values.tolist()
     return best - second, 4 * 2.0 ** (torch.tensor(abs(best)).log2().floor().item() - 7)
+
+
+def test_the_smoke_experiment_trains_heads_that_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Text, training, validation and a real decode, as `python -m train experiment=smoke` does them."""
+    words = ["experiment=smoke", "wandb=none", f"data.folder={tmp_path / 'text'}", f"hydra.run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    assert cli.main("train") == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    losses = [point["train/loss"] for point in result["curves"] if "train/loss" in point]
+    assert losses[-1] < losses[0]
+    assert result["summary"]["tau"] > 1
+    pipeline = load("proposer=mlp", f"proposer.path={result['artifact']}", "generation.max_new_tokens=30")
+    assert pipeline.generate(PROMPT)[0].spec_decode["num_accepted_draft_tokens"] > 0

@@ -104,6 +104,7 @@ def test_trace_has_one_line_per_step_and_is_not_there_unless_asked_for(tmp_path:
         "overlaps": [0.5, None],
         "has_q": False,
         "source": None,
+        "draft_token_ids": None,
         "log_p": None,
         "log_q": None,
         "seconds": {"draft": 0.25},

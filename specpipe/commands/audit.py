@@ -63,6 +63,8 @@ def run(config: DictConfig) -> int:
     hydra = HydraConfig.get().runtime
     outputs = None if config.file is None else _foreign(config.file)
     asked = chosen_prompts(config) if outputs is None else None
+    if asked and asked.later is not None:
+        raise UserError("an audit decodes first turns; it takes prompts.turns=first.", key="prompts.turns")
     tracker = build(config.wandb, "wandb")
     if sys.stderr.isatty():
         print(f"loading {hydra.choices.get('target')} ...", file=sys.stderr)

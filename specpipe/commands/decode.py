@@ -16,11 +16,14 @@ from specpipe.commands.parts import INTERRUPTED, OUTPUT_CLOSED, build_pipeline, 
 from specpipe.config import build, plain
 from specpipe.console import OutputClosed
 from specpipe.pipeline import Pipeline
-from specpipe.prompts import Prompts
+from specpipe.report.trace import TracedRequest, trace_page
 from specpipe.results import RunFolder, undisturbed
-from specpipe.sequence import Sequence, Step
+from specpipe.sequence import Step
 from specpipe.stats import completion, expected_by_rule, spec_decode, summarise
 from specpipe.terminal import DecodeView
+from specpipe.turns import Request, Requests
+
+TRACE_PAGE = "trace.html"
 
 
 def run(config: DictConfig) -> int:
@@ -32,22 +35,25 @@ def run(config: DictConfig) -> int:
     if sys.stderr.isatty():
         print(f"loading {hydra.choices.get('target')} ...", file=sys.stderr)
     pipeline = build_pipeline(config)
-    sequences = pipeline.sequences(asked.texts)
+    requests = Requests(pipeline, asked)
     constant = head("decode", pipeline, settled, hydra.choices) | {"batch_size": config.batch_size}
-    summary = partial(_summary, pipeline, asked, sequences)
+    summary = partial(_summary, pipeline, requests)
     folder = RunFolder(Path(hydra.output_dir), constant, summary, trace=config.trace)
     tracker.start("decode", settled, folder.folder)
-    view = DecodeView(len(sequences))
+    book = _Book(pipeline, requests, folder, trace=config.trace)
+    view = DecodeView(len(requests))
     code = 1
     try:
         with view:
             decoded = _one_by_one if config.batch_size == 1 else _together
-            for number, record in decoded(pipeline, asked, sequences, config.batch_size, folder, view):
+            for number, record in decoded(pipeline, requests, config.batch_size, book, view):
                 tracker.log_request(number, record, pipeline.gamma)
         measured = summary()
         view.summary(measured)
         if note := _rule_note(measured["steps_by_rule"]):
             view.note(note)
+        if unanswered := sum(request.does_not_fit for request in requests.made()):
+            view.note(f"note: no room in the target's context for later turns: {unanswered} have no answer")
         code = 0
     except OutputClosed:
         code = OUTPUT_CLOSED
@@ -55,93 +61,114 @@ def run(config: DictConfig) -> int:
         code = INTERRUPTED
         raise
     finally:
-        code = put_away(folder, tracker, view.note, code, done=code == 0)
+        done = code == 0
+        with undisturbed():
+            book.page()
+        code = put_away(folder, tracker, view.note, code, done=done)
+        if done and config.trace:
+            view.note(f"trace:  {folder.folder / TRACE_PAGE}")
     return code
+
+
+class _Book:
+    """Enters what was decoded in the run folder: steps, records of requests and, of a traced run, the page of both."""
+
+    def __init__(self, pipeline: Pipeline, requests: Requests, folder: RunFolder, *, trace: bool) -> None:
+        self._pipeline, self._requests, self._folder = pipeline, requests, folder
+        self._traced: list[TracedRequest] | None = [] if trace else None
+
+    def step(self, number: int, index: int, step: Step) -> None:
+        """A request's step, its `index`th."""
+        self._folder.step(number, index, step)
+
+    def request(self, request: Request) -> dict[str, Any]:
+        """A finished or interrupted request; its record."""
+        codec, sequence = self._pipeline.text, request.sequence
+        record = completion(request.text, sequence, codec.answer(sequence), self._pipeline.gamma).record()
+        record |= self._requests.labels(request)
+        self._folder.request(record)
+        if self._traced is not None:
+            self._traced.append(TracedRequest.of(record, sequence, codec))
+        return record
+
+    def page(self) -> None:
+        """The page of all requests, if the run is traced."""
+        if self._traced is not None:
+            self._folder.write(TRACE_PAGE, trace_page(self._folder.result, self._traced))
 
 
 Records = Iterator[tuple[int, dict[str, Any]]]  # a request's number and its record
 
 
-def _one_by_one(
-    pipeline: Pipeline, asked: Prompts, sequences: list[Sequence], _: int, folder: RunFolder, view: DecodeView
-) -> Records:
+def _one_by_one(pipeline: Pipeline, requests: Requests, _: int, book: _Book, view: DecodeView) -> Records:
     """Each request to its end, shown as it streams; recorded also when it is interrupted."""
-    for number, (text, sequence) in enumerate(zip(asked.texts, sequences, strict=True)):
-        view.begin(number, text)
+    for request in requests:
+        number, sequence = request.number, request.sequence
+        view.begin(number, request.text)
         try:
-            for piece in pipeline.text.stream(sequence, _traced(pipeline.decode(sequence), number, folder)):
+            for piece in pipeline.text.stream(sequence, _traced(pipeline.decode(sequence), number, book)):
                 view.piece(piece)
         finally:
             with undisturbed():
-                record = _record(pipeline, asked, number, sequence, folder)
+                record = book.request(request)
         view.end(record)
         yield number, record
 
 
-def _together(
-    pipeline: Pipeline, asked: Prompts, sequences: list[Sequence], size: int, folder: RunFolder, view: DecodeView
-) -> Records:
+def _together(pipeline: Pipeline, requests: Requests, size: int, book: _Book, view: DecodeView) -> Records:
     """Several requests a pass, each shown when it and those before it are finished."""
-    numbers = {id(sequence): number for number, sequence in enumerate(sequences)}
-    shown = 0
     try:
-        for sequence, step in pipeline.decode_together(sequences, size):
-            folder.step(numbers[id(sequence)], len(sequence.steps) - 1, step)
-            while shown < len(sequences) and sequences[shown].finish_reason:
-                number, finished = shown, sequences[shown]
-                shown += 1
-                record = _record(pipeline, asked, number, finished, folder)
-                view.begin(number, asked.texts[number])
-                for piece in pipeline.text.stream(finished, finished.steps):
-                    view.piece(piece)
-                view.end(record)
-                yield number, record
+        for sequence, step in pipeline.decode_together(requests.firsts, size, requests.follow):
+            book.step(requests.of(sequence).number, len(sequence.steps) - 1, step)
+            yield from _shown(pipeline, requests.finished(), book, view)
+        yield from _shown(pipeline, requests.finished(), book, view)  # those that had nothing to decode
     finally:
         with undisturbed():
-            for number, sequence in enumerate(sequences[shown:], shown):
-                if sequence.steps:
-                    _record(pipeline, asked, number, sequence, folder)
+            for request in requests.begun():
+                book.request(request)
 
 
-def _traced(steps: Iterator[Step], number: int, folder: RunFolder) -> Iterator[Step]:
+def _shown(pipeline: Pipeline, finished: Iterator[Request], book: _Book, view: DecodeView) -> Records:
+    for request in finished:
+        record = book.request(request)
+        view.begin(request.number, request.text)
+        for piece in pipeline.text.stream(request.sequence, request.sequence.steps):
+            view.piece(piece)
+        view.end(record)
+        yield request.number, record
+
+
+def _traced(steps: Iterator[Step], number: int, book: _Book) -> Iterator[Step]:
     for index, step in enumerate(steps):
-        folder.step(number, index, step)
+        book.step(number, index, step)
         yield step
 
 
-def _record(pipeline: Pipeline, asked: Prompts, number: int, sequence: Sequence, folder: RunFolder) -> dict[str, Any]:
-    record = completion(asked.texts[number], sequence, pipeline.text.answer(sequence), pipeline.gamma).record()
-    if asked.categories:
-        record["category"] = asked.categories[number]
-    folder.request(record)
-    return record
-
-
-def _summary(pipeline: Pipeline, asked: Prompts, sequences: list[Sequence]) -> dict[str, Any]:
+def _summary(pipeline: Pipeline, requests: Requests) -> dict[str, Any]:
     """Over all steps that were measured, and by category where prompts have one."""
-    measured = [[step for step in s.steps if step.seconds] for s in sequences]  # an interrupted step has no times yet
+    made = requests.made()
+    measured = [[step for step in each.sequence.steps if step.seconds] for each in made]  # not one that was interrupted
     summary = summarise(measured, pipeline.gamma)
-    if asked.categories:
+    if requests.categories:
         groups: dict[str, list[list[Step]]] = {}
-        for category, of_request in zip(asked.categories, measured, strict=True):
-            groups.setdefault(category or "none", []).append(of_request)
+        for request, of_request in zip(made, measured, strict=True):
+            groups.setdefault(request.category or "none", []).append(of_request)
         summary["categories"] = {name: summarise(group, pipeline.gamma) for name, group in groups.items()}
-    steps = [step for sequence in sequences for step in sequence.steps]
+    steps = [step for request in made for step in request.sequence.steps]
     if members := sorted({step.source for step in steps if step.source}):
         counts = {
             name: spec_decode([step for step in steps if step.source == name], pipeline.gamma) for name in members
         }
         summary = summary | {"members": counts}
     expected = expected_by_rule(steps)
-    return summary | {"steps_by_rule": _steps_by_rule(pipeline, sequences), "expected_accepted": expected}
+    return summary | {"steps_by_rule": _steps_by_rule(pipeline, steps), "expected_accepted": expected}
 
 
-def _steps_by_rule(pipeline: Pipeline, sequences: list[Sequence]) -> dict[str, int]:
+def _steps_by_rule(pipeline: Pipeline, steps: list[Step]) -> dict[str, int]:
     """How many drafts each rule judged: the configured one, or the one it leaves drafts without q to."""
     configured = str(HydraConfig.get().runtime.choices.get("sampler"))
     without_q = getattr(pipeline.sampler, "without_q", configured)
-    drafted = (step for sequence in sequences for step in sequence.steps if step.drafted)
-    return dict(Counter(configured if step.has_q else without_q for step in drafted))
+    return dict(Counter(configured if step.has_q else without_q for step in steps if step.drafted))
 
 
 def _rule_note(rules: Mapping[str, int]) -> str | None:

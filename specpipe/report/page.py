@@ -195,9 +195,9 @@ class Curve(NamedTuple):
     dots: list[tuple[float, float, str]]
 
 
-def page(title: str, body: Markup) -> str:
-    """A whole HTML file."""
-    text = str(fragment(PAGE, title=title, body=body, style=STYLE))
+def page(title: str, body: Markup, style: Markup = STYLE) -> str:
+    """A whole HTML file; `style` is STYLE and what a page adds to it."""
+    text = str(fragment(PAGE, title=title, body=body, style=style))
     return text.encode(errors="backslashreplace").decode()  # a file's name may hold bytes that are no UTF-8
 
 
@@ -322,11 +322,11 @@ def _bars(counts: Sequence[int], unit: float, floor: float, band: tuple[float, f
 
 
 def _dots(
-    name: str, line: Sequence[tuple[int, float]], places: Sequence[tuple[float, float]]
+    opening: str, line: Sequence[tuple[int, float]], places: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float, str]]:
     if len(line) > MOST_DOTS:
         return []
-    words = [f"{name} {step}: {number(value)}" for step, value in line]
+    words = [f"{opening} {step}: {number(value)}" for step, value in line]
     return [(x, y, said) for (x, y), said in zip(places, words, strict=True)]
 
 

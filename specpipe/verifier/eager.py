@@ -7,6 +7,7 @@ from torch import Tensor
 from specpipe.draft import Draft
 from specpipe.errors import flag
 from specpipe.sequence import Sequence
+from specpipe.verifier.attention import group_queries
 from specpipe.verifier.linear import pack_linears
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.support import plain_logits, refuse_unsupported, rehearse
@@ -31,6 +32,7 @@ class EagerVerifier:
         expected = plain_logits(target.model)
         self.target = target
         self.packed = pack_linears(target.model) if flag("prepack", prepack) else 0
+        group_queries(target.model)
         rehearse(target.model, expected)
         self.reader = Reader(target.model)
         self.device = self.reader.device

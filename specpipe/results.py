@@ -182,7 +182,8 @@ def provenance() -> dict[str, Any]:
 
 def _command_line() -> str:
     program, *words = sys.argv
-    started = ["python", "-m", __package__] if Path(program).name == "__main__.py" else [program]
+    module = Path(program)  # of a package that was started with -m
+    started = ["python", "-m", module.parent.name] if module.name == "__main__.py" else [module.name]
     return shlex.join([*started, *words])
 
 

@@ -67,7 +67,20 @@ def test_option_composes_with_every_command_that_has_its_group(file: Path) -> No
             assert "_target_" in compose(command, [f"{group}={file.stem}", *needed])[group]
 
 
-@pytest.mark.parametrize("file", sorted(Path(CONF, "experiment").glob("*.yaml")), ids=named)
+EXPERIMENTS = sorted(Path(CONF, "experiment").glob("*.yaml"))
+TRAINING = [file for file in EXPERIMENTS if "\ntrainer:" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", TRAINING, ids=named)
+def test_training_experiment_only_overrides_and_gives_way_to_the_command_line(file: Path) -> None:
+    assert file.read_text().startswith("# @package _global_\n")
+    words = [f"experiment={file.stem}", "data.prompts=x.jsonl"]
+    assert compose("train", words).trainer.max_steps != compose("train", []).trainer.max_steps
+    told = compose("train", [*words, "trainer.max_steps=3", "student=distilled"])
+    assert (told.trainer.max_steps, "layers" in told.student) == (3, True)
+
+
+@pytest.mark.parametrize("file", [file for file in EXPERIMENTS if file not in TRAINING], ids=named)
 def test_experiment_only_overrides_and_gives_way_to_the_command_line(file: Path) -> None:
     assert file.read_text().startswith("# @package _global_\n")
     config = compose("decode", [f"experiment={file.stem}"])

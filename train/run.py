@@ -165,9 +165,10 @@ class Fit:
         return draft
 
     def _decoded(self, draft: Path) -> Agreement:
-        """A real decode of held-out prompts with a target of its own."""
-        chosen = {tuple(each.ids[: each.prompt].tolist()): None for each in self.corpus.val}
-        prompts = [list(ids) for ids in list(chosen)[: self.config.check_prompts]]
+        """A real decode of held-out prompts, of all lengths, with a target of its own."""
+        held_out = list(dict.fromkeys(tuple(each.ids[: each.prompt].tolist()) for each in self.corpus.val))
+        every = max(1, len(held_out) // self.config.check_prompts)
+        prompts = [list(ids) for ids in held_out[::every][: self.config.check_prompts]]
         target = build(self.config.target, "target")
         tokens = self.data.max_new_tokens
         return decoded_as_walked(target, self.student, draft, prompts, gamma=self.gamma, max_new_tokens=tokens)

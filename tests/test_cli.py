@@ -102,14 +102,18 @@ REFUSED = {
     "prompts.limit=0": ["prompts.limit: 0 is not a whole number from 1 up."],
     "prompts.chat=maybe prompt=hi": ["prompts.chat: 'maybe' is not true or false."],
     "prompt=": ["prompt: "],
-    "~proposer": ["proposer: is needed; there are cascade, draft, layer_skip, ngram, none, suffix, table."],
+    "~proposer": [
+        "proposer: is needed; there are cascade, distilled, draft, layer_skip, mlp, ngram, none, suffix, table."
+    ],
     "~seed": ["seed: was removed, and is needed."],
     "+foo=3": ["foo: no such key."],
     "+proposer.foo=3": ["proposer.foo: no such key; proposer has max_ngram, min_ngram."],
     "+seed=3": ["seed: is there already; leave out the +."],
     "seed=1 seed=2": ["seed: given twice: seed=1 and seed=2."],
     "proposer=none proposer=ngram": ["proposer: given twice"],
-    "proposer=null": ["proposer: None is not one of cascade, draft, layer_skip, ngram, none, suffix, table."],
+    "proposer=null": [
+        "proposer: None is not one of cascade, distilled, draft, layer_skip, mlp, ngram, none, suffix, table."
+    ],
     "proposer=none,ngram": ["proposer: 'none,ngram'", "-m"],
     "proposer._target_=nowhere.Mine": ["proposer._target_: 'nowhere.Mine' cannot be imported"],
     "proposer._target_=os.sep": ["proposer._target_: 'os.sep' is a str, which cannot be called."],
@@ -268,7 +272,7 @@ def test_help_shows_groups_options_and_keys(specpipe) -> None:
         ran = specpipe("decode", *words)
         assert ran.code == 0
         assert ran.out.startswith("specpipe decode: ")
-        proposers = "proposer: cascade, draft, layer_skip, ngram, none, suffix, table"
+        proposers = "proposer: cascade, distilled, draft, layer_skip, mlp, ngram, none, suffix, table"
         for part in (proposers, "target: hf, smollm2, tiny", "num_speculative_tokens: 5", "--config-dir"):
             assert part in ran.out
 

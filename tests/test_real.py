@@ -83,4 +83,13 @@ def test_the_smoke_experiment_trains_heads_that_decode(monkeypatch: pytest.Monke
     assert losses[-1] < losses[0]
     assert result["summary"]["tau"] > 1
     pipeline = load("proposer=mlp", f"proposer.path={result['artifact']}", "generation.max_new_tokens=30")
-    assert pipeline.generate(PROMPT)[0].spec_decode["num_accepted_draft_tokens"] > 0
+    assert pipeline.generate(PROMPT)[0].spec_decode["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("option", ["mlp", "distilled", "cascade"])
+def test_what_ships_drafts_for_the_default_target(option: str, float32: Any) -> None:
+    drafted = load(f"proposer={option}", "target.dtype=float32", "generation.max_new_tokens=40")
+    drafted.settings.ignore_eos = True
+    done = drafted.generate(PROMPT)[0]
+    assert done.token_ids == float32.generate(PROMPT)[0].token_ids
+    assert done.spec_decode["num_accepted_draft_tokens"] > 0

@@ -19,7 +19,7 @@ from specpipe.errors import UserError
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.targets import Target, tiny
 from train import generate
-from train.generate import Corpus, TargetText, in_validation, of_similar_length
+from train.generate import Corpus, TargetText, in_validation, of_similar_length, refuse_other_heads
 from train.shards import Document, Text, read_manifest, write_manifest, write_shard
 
 V, H = 257, 64  # of `tiny`
@@ -476,3 +476,29 @@ def test_without_a_folder_it_is_kept_in_the_cache(tmp_path: Path, monkeypatch: p
 def test_a_wrong_value_names_its_key(said: str, asked: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^{said}"):
         TargetText(**asked)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("Gemma2", {"final_logit_softcapping": 1.0}),
+    ],
+)
+def test_a_target_whose_logits_are_more_than_state_times_head_is_refused(kind: str, setting: dict[str, float]) -> None:
+    """Its states alone would teach another law, with probabilities above 1."""
+    import transformers
+
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.5}
+    ends = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **ends, **setting)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with pytest.raises(UserError, match="logits") as caught:
+        refuse_other_heads(Target(model, None, kind, None))
+    assert caught.value.key == "target"
+
+
+def test_a_plain_head_is_taken() -> None:
+    refuse_other_heads(tiny(device="cpu"))

@@ -53,7 +53,6 @@ def decoded_as_walked(
         gamma: drafted tokens of a step.
         max_new_tokens: of each.
     """
-    read = target.model.base_model  # before its linear layers are packed, which gives the same up to rounding
     pipeline = Pipeline(
         verifier=EagerVerifier(target),
         proposer=student.proposer(folder),
@@ -64,7 +63,8 @@ def decoded_as_walked(
     sequences = pipeline.sequences(prompts)
     for _ in pipeline.decode_together(sequences, len(sequences)):
         pass
-    documents = [_document(read, target.head_weight, sequence) for sequence in sequences]
+    head = target.head_weight
+    documents = [_document(target.model.base_model, head, sequence) for sequence in sequences]
     walked = sum((walk(student, document, gamma) for document in documents), Walk(0, 0))
     tokens = sum(len(sequence.new_tokens) for sequence in sequences)
     steps = sum(len(sequence.steps) for sequence in sequences)

@@ -35,6 +35,7 @@ from specpipe.settings import GenerationSettings
 from specpipe.text import TextCodec
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.smollm2 import cache_root
+from specpipe.verifier.support import ROUNDING, difference
 from specpipe.verifier.targets import Target
 from train.shards import Document, Text, describe, read_manifest, write_manifest, write_shard, written_tokens
 
@@ -100,8 +101,10 @@ class TargetText:
         """The text of these prompts, written by the target where it is not there yet.
 
         Raises:
-            UserError: for too few prompts, and a folder that holds the text of other prompts or another target.
+            UserError: for too few prompts, a folder that holds the text of other prompts or another target, and a
+                target whose law cannot be had from its states.
         """
+        refuse_other_heads(target)
         origin = self._origin(target)
         folder = self.folder or cache_root() / "text" / _hash(json.dumps(origin, sort_keys=True))[:16]
         folder.mkdir(parents=True, exist_ok=True)
@@ -341,6 +344,22 @@ def of_similar_length(answers: list[_Answer]) -> Iterator[list[_Answer]]:
 def in_validation(prompt: str, share: float) -> bool:
     """Whether a prompt is kept for validation: by its own hash, so that no other prompt has a say in it."""
     return int(_hash(f"{SALT}{prompt}"), 16) % PARTS < share * PARTS
+
+
+def refuse_other_heads(target: Target) -> None:
+    """Raise UserError unless the logits are the product of the last state and the head's rows, and nothing else.
+
+    A student is taught with that product: caps, scales and biases of the logits would make it another law.
+    """
+    ids = torch.arange(1, 5, device=target.head_weight.device)[None] % target.vocabulary
+    with torch.inference_mode():
+        logits = target.model(input_ids=ids, use_cache=False).logits[0, -1]
+        state = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
+        same = state.shape[-1] == target.head_weight.shape[1]
+        off = difference(target.head_weight @ state, logits[: target.vocabulary]) if same else float("inf")
+    if not off <= ROUNDING[logits.dtype]:
+        what = f"{type(target.model).__name__} caps, scales or shifts its logits"
+        raise UserError(f"{what}; students are taught by the product of state and head alone.", key="target")
 
 
 def fingerprint(model: Any) -> str:

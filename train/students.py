@@ -68,7 +68,11 @@ class Student(nn.Module):
         self.vocabulary = None if vocabulary is None else integer("vocabulary", vocabulary, 2)
 
     def prepare(self, target: Target, text: Text) -> None:
-        """Build what is trained for a target, with the ids that its text is mostly made of."""
+        """Build what is trained for a target, with the ids that its text is mostly made of.
+
+        Raises:
+            UserError: for a target that it cannot be trained for.
+        """
         self.ids = kept_ids(text.generated_ids(), target, self.vocabulary)
         row_of = torch.full((target.vocabulary,), -1)
         row_of[self.ids] = torch.arange(len(self.ids))
@@ -210,7 +214,8 @@ class TableStudent(Student):
         rows, columns = batch.place // batch.ids.shape[1], batch.place % batch.ids.shape[1]
         contexts = [batch.ids[row, : column + 1] for row, column in zip(rows.tolist(), columns.tolist(), strict=True)]
         laws = [self._law.law(self._law.context(context[-LONGEST:].tolist())) for context in contexts]
-        yield Guesses(0, torch.arange(len(laws)), torch.stack(laws).float().log())
+        device = batch.ids.device  # the counts are on the host
+        yield Guesses(0, torch.arange(len(laws), device=device), torch.stack(laws).float().log().to(device))
 
     def save(self, folder: Path, training: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)

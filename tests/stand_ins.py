@@ -6,6 +6,8 @@ anything beside it, so a lost, stale or doubled entry changes the result at once
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specpipe.audit.exact import explore
 from specpipe.audit.tables import FixedProposer, Rule
+from specpipe.draft import Draft
 from specpipe.pipeline import Pipeline
 from specpipe.proposers import artifact
 from specpipe.proposers.artifact import Card
 from specpipe.proposers.counts import vocabulary_hash
 from specpipe.proposers.heads import KINDS, Heads
 from specpipe.samplers.rejection import Rejection
+from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import Target, tiny
@@ -280,3 +285,45 @@ def as_read(target: Target, ids: list[int], prompt: int, temperature: float = 0.
         logz = (states @ target.head_weight.float().T).logsumexp(-1)
     states, logz = states.clone(), logz.clone()  # not of inference mode
     return Document(torch.tensor(ids), prompt, states.to(torch.bfloat16), logz, temperature)
+
+
+class Compared:
+    """Drafts with what the verifier keeps, and checks each draft with a twin that reads everything for itself."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.sharing, self.alone = make(), make()
+        self.drafted = 0
+
+    def bind(self, target: Target) -> None:
+        self.sharing.bind(target)
+        self.alone.bind(target)
+
+    def attach(self, verifier: EagerVerifier) -> None:
+        self.sharing.attach(verifier)
+
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
+        copies = copy.deepcopy(sequences)
+        draft = self.sharing.propose(sequences, lengths)
+        wanted = self.alone.propose(copies, [k if s.steps else 0 for s, k in zip(sequences, lengths, strict=True)])
+        for b in range(len(sequences)):
+            (x, q), (y, r) = draft.row(b), wanted.row(b)
+            assert x == y
+            assert (q is None) == (r is None)
+            assert q is None or r is None or torch.allclose(q, r, atol=1e-6)
+            self.drafted += len(x)
+        return draft
+
+
+def law(pipeline: Pipeline, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """Of whole requests: every decision of every step explored, caches rolled back in between."""
+
+    def text(chance: Any) -> tuple[int, ...]:
+        sequence = Sequence(prompt, pipeline.settings, chance=chance)
+        for _ in pipeline.decode(sequence):
+            pass
+        return tuple(sequence.new_tokens)
+
+    found: dict[tuple[int, ...], float] = {}
+    for ids, mass in explore(text):
+        found[ids] = found.get(ids, 0.0) + mass
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from specpipe.audit.exact import explore, largest_difference, target_law
+from specpipe.audit.exact import largest_difference, target_law
 from specpipe.audit.tables import table
 from specpipe.config import build, compose
 from specpipe.draft import Draft
@@ -25,7 +25,7 @@ from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import Target
-from tests.stand_ins import TableModel, random_heads, saved_heads, sharpened, small
+from tests.stand_ins import TableModel, law, random_heads, saved_heads, sharpened, small
 
 NGRAM = "{_target_: specpipe.proposers.ngram.NgramProposer, min_ngram: 2}"
 OTHER = "{_target_: specpipe.proposers.draft.DraftModel, model: other}"
@@ -123,24 +123,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
         yield made
 
 
-def law(pipeline: Pipeline) -> dict[tuple[int, ...], float]:
-    """Of whole requests: every decision of every step explored, caches rolled back in between."""
-
-    def text(chance: Any) -> tuple[int, ...]:
-        sequence = Sequence(PROMPT, pipeline.settings, chance=chance)
-        for _ in pipeline.decode(sequence):
-            pass
-        return tuple(sequence.new_tokens)
-
-    found: dict[tuple[int, ...], float] = {}
-    for ids, mass in explore(text):
-        found[ids] = found.get(ids, 0.0) + mass
-    return found
-
-
 def error(models: Models, proposer: Any, sampler: str, settings: dict[str, Any]) -> float:
     pipeline = models.pipeline(proposer, sampler, N, **settings)
-    return largest_difference(law(pipeline), target_law(models.rule, PROMPT, N, pipeline.settings))
+    return largest_difference(law(pipeline, PROMPT), target_law(models.rule, PROMPT, N, pipeline.settings))
 
 
 @pytest.mark.parametrize(("proposer", "sampler", "settings"), CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import specpipe
-from specpipe.draft import Draft
 from specpipe.errors import UserError
 from specpipe.pipeline import Pipeline
 from specpipe.proposers.layer_skip import LayerSkip, with_layers
@@ -21,7 +19,7 @@ from specpipe.verifier.cache import RowCache
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.reader import Borrower
 from specpipe.verifier.targets import Target, tiny
-from tests.stand_ins import ToyTokenizer, own_greedy, sharpened, small, uncached
+from tests.stand_ins import Compared, ToyTokenizer, own_greedy, sharpened, small, uncached
 
 TINY = ("target=tiny", "target.device=cpu", "generation=sample", "generation.max_new_tokens=30")
 WINDOWS = {
@@ -84,33 +82,6 @@ def test_some_layers_are_the_model_that_has_only_those(kind: str, layers: list[i
 # ---- in the target's cache ----
 
 
-class Compared:
-    """Drafts in the target's cache, and checks each draft with layers that read everything themselves."""
-
-    def __init__(self, layers: int | list[int] = 2) -> None:
-        self.sharing, self.alone = LayerSkip(layers=layers), LayerSkip(layers=layers)
-        self.drafted = 0
-
-    def bind(self, target: Target) -> None:
-        self.sharing.bind(target)
-        self.alone.bind(target)
-
-    def attach(self, verifier: EagerVerifier) -> None:
-        self.sharing.attach(verifier)
-
-    def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
-        copies = copy.deepcopy(sequences)
-        draft = self.sharing.propose(sequences, lengths)
-        wanted = self.alone.propose(copies, [k if s.steps else 0 for s, k in zip(sequences, lengths, strict=True)])
-        for b in range(len(sequences)):
-            (x, q), (y, r) = draft.row(b), wanted.row(b)
-            assert x == y
-            assert (q is None) == (r is None)
-            assert q is None or r is None or torch.allclose(q, r, atol=1e-6)
-            self.drafted += len(x)
-        return draft
-
-
 @pytest.mark.parametrize(
     ("kind", "batch_size", "temperature"),
     [("Llama", 1, 1.0), ("Llama", 2, 0.0), ("Gemma3Text", 1, 0.0), ("Gemma3Text", 2, 1.0)],
@@ -119,7 +90,7 @@ def test_the_targets_cache_gives_the_drafts_that_an_own_one_gives(
     kind: str, batch_size: int, temperature: float
 ) -> None:
     """Prompts of several lengths, rows that come and go; greedy ids are the target's own."""
-    model, proposer = four_layers(kind), Compared()
+    model, proposer = four_layers(kind), Compared(lambda: LayerSkip(layers=2))
     pipeline = pipeline_of(proposer, model, temperature=temperature)
     sequences = pipeline.sequences(PROMPTS)
     for _ in pipeline.decode_together(sequences, batch_size):
@@ -136,7 +107,7 @@ def test_other_layers_in_the_targets_cache_would_be_seen() -> None:
         def attach(self, verifier: EagerVerifier) -> None:
             self._reader = Borrower(self._reader.model, verifier.reader)
 
-    proposer = Compared([0, 2])
+    proposer = Compared(lambda: LayerSkip(layers=[0, 2]))
     proposer.sharing = Reckless(layers=[0, 2])
     with pytest.raises(AssertionError):
         pipeline_of(proposer, four_layers(), temperature=1.0).generate(PROMPTS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 import specpipe
-from specpipe.audit.exact import explore, largest_difference, target_law
+from specpipe.audit.exact import largest_difference, target_law
 from specpipe.audit.tables import table
 from specpipe.chance import Chance
 from specpipe.draft import Draft
@@ -29,9 +27,11 @@ from specpipe.verifier.linear import HalfLinear, OneDnnLinear
 from specpipe.verifier.states import States
 from specpipe.verifier.targets import Target, tiny
 from tests.stand_ins import (
+    Compared,
     TableModel,
     ToyTokenizer,
     chain,
+    law,
     own_greedy,
     random_heads,
     saved_heads,
@@ -152,19 +152,6 @@ def test_heads_lengthen_the_draft_of_another(kind: str, tmp_path: Path) -> None:
 # ---- the law ----
 
 
-def law(pipeline: Pipeline, prompt: list[int]) -> dict[tuple[int, ...], float]:
-    def text(chance: Any) -> tuple[int, ...]:
-        sequence = Sequence(prompt, pipeline.settings, chance=chance)
-        for _ in pipeline.decode(sequence):
-            pass
-        return tuple(sequence.new_tokens)
-
-    found: dict[tuple[int, ...], float] = {}
-    for ids, mass in explore(text):
-        found[ids] = found.get(ids, 0.0) + mass
-    return found
-
-
 RULE = table(3, seed=3, zeros=0)
 
 
@@ -234,33 +221,6 @@ def test_extending_a_draft_is_proposing_behind_it(kind: str, tmp_path: Path) -> 
 
 
 # ---- with and without a verifier ----
-
-
-class Compared:
-    """Drafts from the verifier's states, and checks each draft with heads that have the target read for them alone."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.sharing, self.alone = make(), make()
-        self.drafted = 0
-
-    def bind(self, target: Target) -> None:
-        self.sharing.bind(target)
-        self.alone.bind(target)
-
-    def attach(self, verifier: EagerVerifier) -> None:
-        self.sharing.attach(verifier)
-
-    def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
-        copies = copy.deepcopy(sequences)
-        draft = self.sharing.propose(sequences, lengths)
-        wanted = self.alone.propose(copies, [k if s.steps else 0 for s, k in zip(sequences, lengths, strict=True)])
-        for b in range(len(sequences)):
-            (x, q), (y, r) = draft.row(b), wanted.row(b)
-            assert x == y
-            assert (q is None) == (r is None)
-            assert q is None or r is None or torch.allclose(q, r, atol=1e-6)
-            self.drafted += len(x)
-        return draft
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,8 @@ def test_a_packed_file_is_read_whatever_its_name(tmp_path: Path) -> None:
         (gzip.compress(b"\xff\xfe"), "is not UTF-8 text"),
         (gzip.compress(b'{"prompt": "one"}\n{'), "line 2: not JSON"),
     ],
+    # named, because the bytes hold the time: names made of them would differ between workers
+    ids=["cut", "checksum", "garbage", "not UTF-8", "not JSON"],
 )
 def test_a_packed_file_that_is_broken_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "some.jsonl.gz"

@@ -32,9 +32,12 @@ from specpipe.errors import ContractError, UserError, nearest
 
 COMMANDS = {
     "decode": "decode prompts with a proposer; the text, what was accepted, and where the time went",
+    "bench": "is it faster for my prompts, by how much, how sure is that: proposers and plain decoding in turns",
     "audit": "prove that nothing is lost: exact law, greedy identity, sampled law; also of another engine's output",
     "plan": "expected tokens, speedup and the best draft length, from alpha and costs alone",
     "train": "train a proposer on what the target writes itself; from a checkout, also as python -m train",
+    "report": "one page from several runs: specpipe report outputs/bench/*",
+    "dashboard": "the wandb workspace of a project, as code",
 }
 
 USAGE = """\
@@ -57,6 +60,14 @@ VALUE_FLAGS = ("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-p
 
 # What Hydra and OmegaConf raise for a config that is not right.
 CONFIG_ERRORS = (UserError, HydraException, OmegaConfBaseException)
+
+
+class EndedElsewhere(Exception):
+    """How the code of a job comes back from a launcher's process, if it is not 0."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def main(command: str | None = None) -> int:
@@ -89,20 +100,29 @@ def _run(command: str, program: str, overrides: list[str], *, typed: list[str], 
     traced = os.environ.get(FULL_ERROR, "0") not in ("", "0")
     codes: list[int] = []
     crashed: list[Exception] = []
+    here = os.getpid()
 
     def task(config: DictConfig) -> None:
         sys.argv = [program, *typed]  # for whoever starts this program again
+        elsewhere = os.getpid() != here  # a launcher's process: the lists are copies there
         try:
             codes.append(_job(command, config, traced))
         except Exception as error:
             crashed.append(error)
-            raise
+            if not elsewhere:
+                raise
+            traceback.print_exc()
+            codes.append(1)
+        if elsewhere and codes[-1]:
+            raise EndedElsewhere(codes[-1])
 
     register_schemas()
-    words = _flags_first(overrides)
+    words = _flags_first(_folders_named(overrides) if command == "report" else overrides)
     with _surroundings([shown_as or f"specpipe {command}", *words]):
         try:
             hydra.main(version_base="1.3", config_path=CONF, config_name=command)(task)()
+        except EndedElsewhere as ended:
+            return ended.code
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
@@ -111,6 +131,17 @@ def _run(command: str, program: str, overrides: list[str], *, typed: list[str], 
                 raise
             return _complain(explain(error, command, overrides), traced)
     return max(codes, key=SEVERITY.index, default=0) if set(codes) <= set(SEVERITY) else max(codes)
+
+
+def _folders_named(words: list[str]) -> list[str]:
+    """The bare words of `report` are run folders; Hydra wants them as the value of a key."""
+    flags = _flags_first(words)
+    values = {i + 1 for i, word in enumerate(flags) if word in VALUE_FLAGS}
+    folders = [w for i, w in enumerate(flags) if "=" not in w and not w.startswith(("-", "~")) and i not in values]
+    quoted = ",".join("'" + word.replace("\\", "\\\\").replace("'", "\\'") + "'" for word in folders)
+    return [word for i, word in enumerate(flags) if word not in folders or i in values] + (
+        [f"folders=[{quoted}]"] if folders else []
+    )
 
 
 def _flags_first(words: list[str]) -> list[str]:

@@ -27,6 +27,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -52,12 +53,11 @@ def _from(low: int, default: int) -> Any:
 
 
 @dataclass
-class PipelineSchema:
-    """Top-level keys of every command that builds a pipeline, and their types."""
+class TargetSchema:
+    """Top-level keys of every command that decodes prompts with a target, and their types."""
 
     defaults: list[Any] = field(default_factory=list)
     target: Any = MISSING
-    proposer: Any = MISSING
     verifier: Any = MISSING
     sampler: Any = MISSING
     draft_length: Any = MISSING
@@ -67,6 +67,13 @@ class PipelineSchema:
     prompt: str | None = None
     num_speculative_tokens: int = _from(0, 5)
     seed: int = _from(0, 0)
+
+
+@dataclass
+class PipelineSchema(TargetSchema):
+    """Those of a command that builds one pipeline."""
+
+    proposer: Any = MISSING
 
 
 @dataclass
@@ -85,6 +92,29 @@ class AuditSchema(PipelineSchema):
     tokens: int = _from(1, 3000)
     greedy_tokens: int = _from(1, 400)
     batch_size: int = _from(1, 8)
+
+
+@dataclass
+class SweepSchema:
+    """What `bench` measures every combination of; null leaves a part at its one value."""
+
+    num_speculative_tokens: Any = None
+    temperature: Any = None
+    batch_size: Any = None
+    sampler: Any = None
+
+
+@dataclass
+class BenchSchema(TargetSchema):
+    """Keys of `bench`."""
+
+    proposers: Any = field(default_factory=list)
+    sweep: SweepSchema = field(default_factory=SweepSchema)
+    batch_size: int = _from(1, 1)
+    repeats: int = _from(1, 2)
+    predict: bool = True
+    peers: Any = field(default_factory=list)
+    resume: str | None = None
 
 
 @dataclass(init=False, repr=False, eq=False)  # their code would not parse: the key `from` is a word of Python
@@ -121,7 +151,33 @@ class TrainSchema:
     seed: int = _from(0, 0)
 
 
-SCHEMAS = {"decode": DecodeSchema, "audit": AuditSchema, "plan": PlanSchema, "train": TrainSchema}
+@dataclass
+class ReportSchema:
+    """Keys of `report`."""
+
+    defaults: list[Any] = field(default_factory=list)
+    folders: Any = None
+
+
+@dataclass
+class DashboardSchema:
+    """Keys of `dashboard`."""
+
+    defaults: list[Any] = field(default_factory=list)
+    entity: str | None = None
+    project: str = "specpipe"
+    name: str = "specpipe"
+
+
+SCHEMAS = {
+    "decode": DecodeSchema,
+    "bench": BenchSchema,
+    "audit": AuditSchema,
+    "plan": PlanSchema,
+    "train": TrainSchema,
+    "report": ReportSchema,
+    "dashboard": DashboardSchema,
+}
 TYPES = {"int": "a whole number", "int | None": "a whole number", "bool": "true or false", "str | None": "a text"}
 
 
@@ -129,6 +185,17 @@ def register_schemas() -> None:
     """Make the schemas known to Hydra, so that the YAML files can build on them."""
     for command, schema in SCHEMAS.items():
         ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+
+
+def multirun() -> str | None:
+    """Name of the folder of the multirun (`-m`) that this job belongs to; None for a single run."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return None
+    return Path(HydraConfig.get().sweep.dir).name
+
+
+# On import, because a launcher's processes import this module and call nothing else of it before they read the config.
+OmegaConf.register_new_resolver("multirun", multirun, replace=True)
 
 
 def compose(command: str, overrides: Sequence[str] = ()) -> DictConfig:

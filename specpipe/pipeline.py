@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -69,6 +70,34 @@ class Pipeline:
         if hasattr(proposer, "attach"):
             proposer.attach(verifier)
         self.text = TextCodec(verifier.target.tokenizer, chat)
+
+    def drafting_with(self, proposer: Proposer) -> Pipeline:
+        """A pipeline with the same target and settings, and another proposer.
+
+        Raises:
+            UserError: for a proposer that does not go with the target.
+        """
+        return Pipeline(
+            verifier=self.verifier,
+            proposer=proposer,
+            sampler=self.sampler,
+            settings=self.settings,
+            num_speculative_tokens=self.gamma,
+            draft_length=self.draft_length,
+            seed=self.seed,
+            chat=self.text.chat,
+            score_drafts=self.score_drafts,
+        )
+
+    def variant(
+        self, *, sampler: Sampler, settings: GenerationSettings, num_speculative_tokens: int, draft_length: DraftLength
+    ) -> Pipeline:
+        """A pipeline with the same target and proposer, which is not bound anew, under other conditions."""
+        other = copy.copy(self)
+        _refuse_foreign_ids(settings, self.verifier.target)
+        other.sampler, other.settings, other.draft_length = sampler, settings, draft_length
+        other.gamma = integer("num_speculative_tokens", num_speculative_tokens, 0)
+        return other
 
     def step(self, sequences: list[Sequence]) -> list[Step]:
         """One round for B requests: propose, verify, accept, commit, roll back. One pass of the target."""

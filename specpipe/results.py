@@ -24,10 +24,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from specpipe import __version__
 from specpipe.errors import UserError
+from specpipe.paths import from_start
 
 if TYPE_CHECKING:
     from specpipe.sequence import Step
 
+RESULT = "result.json"
+PROVENANCE = "provenance.json"
 SAVE_EVERY_S = 2.0
 SAVE_SHARE = 0.05  # of the time may go into saving; a long run has much to save
 PACKAGES = ("torch", "transformers", "hydra-core", "omegaconf", "wandb", "lightning", "numpy", "tokenizers")
@@ -65,7 +68,7 @@ class RunFolder:
         self._trace: TextIO | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write_json(folder / "provenance.json", provenance())
+            _write_json(folder / PROVENANCE, provenance())
             if trace:
                 self._trace = (folder / "trace.jsonl").open("w", buffering=1, encoding="utf-8")  # whole lines
             self._save()
@@ -135,10 +138,40 @@ class RunFolder:
         start = time.monotonic()
         self._next_save = start + SAVE_EVERY_S
         self.result["summary"] = self._summary()
-        _write_json(self.folder / "result.json", self.result)
+        _write_json(self.folder / RESULT, self.result)
         self._unsaved = False
         now = time.monotonic()
         self._next_save = now + max(SAVE_EVERY_S, (now - start) / SAVE_SHARE)
+
+
+def read_result(folder: str | Path, key: str) -> dict[str, Any]:
+    """The content of result.json of an earlier run.
+
+    Args:
+        folder: as meant where the command was typed.
+        key: the configuration key that named it, for the message.
+
+    Raises:
+        UserError: if it is not the folder of a run.
+    """
+    try:
+        result = json.loads((from_start(folder) / RESULT).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{str(folder)!r} has no {RESULT} that can be read: {error.strerror}.", key=key) from error
+    except ValueError as error:
+        raise UserError(f"{RESULT} in {str(folder)!r} is not JSON.", key=key) from error
+    if not isinstance(result, dict):
+        raise UserError(f"{RESULT} in {str(folder)!r} is not that of a run.", key=key)
+    return result
+
+
+def finite(value: Any) -> Any:
+    """As result.json holds it: NaN and infinity, which JSON does not have, become None."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager
@@ -178,6 +211,18 @@ def provenance() -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
         },
     }
+
+
+def peak_memory() -> dict[str, int | None]:
+    """Most bytes that this process has had so far: in main memory, and on a GPU; None where it cannot be told."""
+    torch = sys.modules.get("torch")
+    on_gpu = torch.cuda.max_memory_allocated() if torch and torch.cuda.is_available() else None
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {"process": None, "gpu": on_gpu}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "gpu": on_gpu}
 
 
 def _command_line() -> str:
@@ -229,12 +274,4 @@ def _json(content: Any, **layout: Any) -> str:
     try:
         return json.dumps(content, ensure_ascii=False, allow_nan=False, **layout)
     except ValueError:
-        return json.dumps(_finite(content), ensure_ascii=False, allow_nan=False, **layout)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json.dumps(finite(content), ensure_ascii=False, allow_nan=False, **layout)

@@ -65,7 +65,7 @@ def completion(prompt: str | Items[int], sequence: Sequence, text: str, gamma: i
 def summarise(requests: Items[Items[Step]], gamma: int) -> dict[str, Any]:
     """The `summary` block of result.json from each request's steps."""
     steps = [step for request in requests for step in request]
-    first = [sum(request[0].seconds.values()) for request in requests if request]
+    first = [sum(step.seconds.values()) for step in steps if step.prefill]
     mean, low, high = pooled_interval([_overlap(request) for request in requests])
     return {
         "new_tokens": sum(len(step.tokens) for step in steps),
@@ -150,6 +150,30 @@ def pooled_interval(
     spread = math.sqrt(n / (n - 1) * sum((a - theta * m) ** 2 for a, m in counted)) / sum(m for _, m in counted)
     reach = student.ppf((1 + level) / 2, n - 1) * spread
     return theta, max(0.0, theta - reach), min(1.0, theta + reach)
+
+
+def paired_ratio(
+    pairs: Iterable[tuple[tuple[float, float], tuple[float, float]]], level: float = 0.95
+) -> tuple[float | None, float | None, float | None]:
+    """(r, low, high) of r = (sum A / sum B) / (sum C / sum D) over prompts ((A, B), (C, D)), a prompt's kept together.
+
+    Linearised in log r, so that a prompt that is slow for both does not count as scatter (theory.md section 7). No
+    interval for fewer than two prompts; None throughout where a sum is 0.
+    """
+    counted = list(pairs)
+    sums = [sum(pair[i][j] for pair in counted) for i in (0, 1) for j in (0, 1)]
+    if not all(sums):
+        return None, None, None
+    a, b, c, d = sums
+    value = a / b / (c / d)
+    n = len(counted)
+    if n < 2:
+        return value, None, None
+    from scipy.stats import t as student
+
+    pulls = [ours[0] / a - ours[1] / b - theirs[0] / c + theirs[1] / d for ours, theirs in counted]
+    reach = student.ppf((1 + level) / 2, n - 1) * math.sqrt(n / (n - 1) * sum(pull**2 for pull in pulls))
+    return value, value * math.exp(-reach), value * math.exp(reach)
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

@@ -1,7 +1,7 @@
-"""The wandb run of one job: one class owns it, and nothing it does can break or hold up a decode or a training.
+"""The wandb run of one job: one class owns it, and nothing it does can break or hold up a decode, bench or training.
 
-Knows wandb and the shape of result.json. Knows nothing about models, Hydra or the file result.json, and computes no
-number: what it logs was measured elsewhere. wandb is imported when the run starts, never before.
+Knows wandb's runs; what a run holds of result.json is made in `specpipe.logged`. Knows nothing about models, Hydra or
+the file result.json. wandb is imported when the run starts, never before.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from specpipe.errors import UserError, choice
+from specpipe.logged import plain, request_metrics, round_metrics, summary, tables_and_charts
 
 INIT_SECONDS = 20.0  # wandb's own limit for an answer of its server
 START_SECONDS = 60.0  # importing wandb, starting its service process, and the above
 LOG_SECONDS = 10.0  # a healthy call takes about 1 ms
-FINISH_SECONDS = 30.0
+FINISH_SECONDS = 60.0  # online with the upload of tables and page
 ARTIFACT_SECONDS = 600.0  # reading the files, and online their upload
 ABANDON_SECONDS = 3.0
-TEXT_LIMIT = 2000  # characters of a prompt or a text in the table
 REASON_LIMIT = 250  # characters of wandb's own message in the warning
 STEP = "trainer/global_step"
-AXES = {"request/*": "request/index", "train/*": STEP, "val/*": STEP}  # of what is logged -> over what it is drawn
+AXES = {  # of what is logged -> over what it is drawn
+    "request/*": "request/index",
+    "round/*": "round/index",
+    "train/*": STEP,
+    "val/*": STEP,
+}
 
 
 class NoRun:
@@ -40,10 +45,16 @@ class NoRun:
     def log_request(self, index: int, request: Mapping[str, Any], num_spec_tokens: int) -> None:
         """Nothing is logged."""
 
+    def log_round(self, index: int, cells: Iterable[Mapping[str, Any]]) -> None:
+        """Nothing is logged."""
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Nothing is logged."""
 
     def log_artifact(self, name: str, kind: str, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Nothing is kept."""
+
+    def log_page(self, page: Path) -> None:
         """Nothing is kept."""
 
     def finish(self, result: Mapping[str, Any], exit_code: int) -> None:
@@ -53,10 +64,10 @@ class NoRun:
 class WandbRun:
     """The wandb run of one job: `start`, then what there is to log, `finish` in any case.
 
-    A decode logs each request, a training its metrics by step and at its end the draft. After `start` no method
-    raises, whatever wandb does. The first failure prints one line to stderr and ends the tracking of this job. The
-    environment variable WANDB_MODE can only make a run more private: `disabled` and `offline` win over `online`,
-    `online` does not win over `offline`.
+    A decode logs each request, a bench each round, a training its metrics by step and at its end the draft. After
+    `start` no method raises, whatever wandb does. The first failure prints one line to stderr and ends the tracking of
+    this job. The environment variable WANDB_MODE can only make a run more private: `disabled` and `offline` win over
+    `online`, `online` does not win over `offline`.
 
     Args:
         mode: offline (files below the run's folder, no network) or online.
@@ -121,7 +132,18 @@ class WandbRun:
         """
         run = self._run
         if run is not None:
-            self._guard(lambda: run.log(_metrics(index, request, num_spec_tokens)), LOG_SECONDS)
+            self._guard(lambda: run.log(request_metrics(index, request, num_spec_tokens)), LOG_SECONDS)
+
+    def log_round(self, index: int, cells: Iterable[Mapping[str, Any]]) -> None:
+        """Logs the speedup and alpha of every cell of a bench after one more round, over `round/index`.
+
+        Args:
+            index: rounds that are done, this one included.
+            cells: as they stand in result.json.
+        """
+        run = self._run
+        if run is not None:
+            self._guard(lambda: run.log(round_metrics(index, cells)), LOG_SECONDS)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Logs one point of the curves of a training.
@@ -150,10 +172,23 @@ class WandbRun:
         """
         run = self._run
         if run is not None:
-            self._guard(lambda: _upload(run, name, kind, folder, metadata), ARTIFACT_SECONDS)
+            self._guard(lambda: _upload(run, _artifact(name, kind, folder, metadata)), ARTIFACT_SECONDS)
+
+    def log_page(self, page: Path) -> None:
+        """Logs a page of this run for people, if it is there: as a panel of its own, and as a versioned artifact.
+
+        Waits for no upload; `finish` does.
+
+        Args:
+            page: an HTML file without others, such as report.html: the panel `report` and the artifact
+                `<command>-report` of the type `report`.
+        """
+        run = self._run
+        if run is not None and page.is_file():
+            self._guard(lambda: _show(run, f"{self._command}-{page.stem}", page), LOG_SECONDS)
 
     def finish(self, result: Mapping[str, Any], exit_code: int) -> None:
-        """Logs the tables of tests and requests, the two charts, those that there are, the summary, and ends the run.
+        """Logs the tables and charts that the result has something for, and the summary, and ends the run.
 
         Args:
             result: the content of result.json; after an interruption, as much of it as there is.
@@ -172,7 +207,7 @@ class WandbRun:
         mode = self._mode_in_force()
         # For the whole process, because wandb's login prompt and its telemetry read the process-wide settings:
         # silent never prompts, and offline sends nothing.
-        with _home_below(folder / "wandb"):
+        with home_below(folder / "wandb"):
             wandb.setup(wandb.Settings(mode=mode, silent=True))
         run = wandb.init(
             project=self._project,
@@ -183,7 +218,7 @@ class WandbRun:
             group=self._group,
             tags=self._tags,
             job_type=command,
-            config=_plain(config),
+            config=plain(config),
             dir=str(folder),
             mode=mode,
             reinit="finish_previous",
@@ -214,16 +249,16 @@ class WandbRun:
         `call` runs in a thread, so that a service that is dead, stopped or without a network cannot hold up the
         job; a KeyboardInterrupt reaches the main thread and passes through.
         """
-        value, problem = _within(seconds, call)
+        value, problem = within(seconds, call)
         if problem is None:
             return value
         self._run = None
         print(f"wandb: {_reason(problem)} - {self._command} goes on without it", file=sys.stderr, flush=True)
-        _within(ABANDON_SECONDS, _abandon)
+        within(ABANDON_SECONDS, abandon)
         return None
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def within(seconds: float, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """What `call` returned and what it raised; a TimeoutError when it is still at work after `seconds`."""
     outcome: list[tuple[Any, BaseException | None]] = []
 
@@ -239,7 +274,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> tuple[Any, BaseException
     return outcome[0] if outcome else (None, TimeoutError(f"no answer within {seconds:g} s"))
 
 
-def _abandon() -> None:
+def abandon() -> None:
     """Drops wandb's session: the next job gets a new service process, and no exit hook waits for the dead one."""
     import wandb
 
@@ -267,62 +302,40 @@ def _labels(key: str, value: Any) -> tuple[str, ...]:
     return tuple(_label(key, item, longest=64) for item in value)
 
 
-def _plain(value: Any) -> Any:
-    """`value` as nested dicts, lists, numbers, texts and None: all that wandb shows as it is."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (Sequence, Set)) and not isinstance(value, bytes):
-        return [_plain(item) for item in value]
-    return str(value)
-
-
-def _metrics(index: int, request: Mapping[str, Any], num_spec_tokens: int) -> dict[str, Any]:
-    counts = request.get("spec_decode") or {}
-    values = {
-        "index": index,
-        "num_spec_tokens": num_spec_tokens,
-        "new_tokens": len(request.get("token_ids") or ()),
-        "alpha": request.get("alpha"),
-        "draft_acceptance_rate": counts.get("draft_acceptance_rate"),
-        "mean_acceptance_length": counts.get("mean_acceptance_length"),
-        "tokens_per_s": request.get("tokens_per_s"),
-        "tokens_per_target_pass": request.get("tokens_per_target_pass"),
-        **{f"{phase}_s": seconds for phase, seconds in (request.get("timing") or {}).items()},
-    }
-    return {f"request/{key}": value for key, value in values.items() if value is not None}
-
-
-def _upload(run: Any, name: str, kind: str, folder: Path, metadata: Mapping[str, Any]) -> None:
+def _show(run: Any, name: str, page: Path) -> None:
     import wandb
 
-    artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", name, flags=re.ASCII), kind, metadata=_plain(metadata))
+    run.log({page.stem: wandb.Html(str(page), inject=False)})
+    run.log_artifact(_artifact(name, page.stem, page, {}))
+
+
+def _artifact(name: str, kind: str, source: Path, metadata: Mapping[str, Any]) -> Any:
+    """A file, or all files below a folder."""
+    import wandb
+
+    artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", name, flags=re.ASCII), kind, metadata=plain(metadata))
+    add = artifact.add_file if source.is_file() else artifact.add_dir
     # immutable, skip_cache: wandb reads the files where they are, instead of two copies of them below its folders
-    artifact.add_dir(str(folder.absolute()), policy="immutable", skip_cache=True)
+    add(str(source.absolute()), policy="immutable", skip_cache=True)
+    return artifact
+
+
+def _upload(run: Any, artifact: Any) -> None:
     logged = run.log_artifact(artifact)
     if not run.offline:
         logged.wait()
 
 
 def _close(run: Any, result: Mapping[str, Any], exit_code: int, folder: Path) -> None:
-    summary = result.get("summary") or {}
-    counts = summary.get("spec_decode") or {}
-    shown = {
-        "tests": _table([{key: test[key] for key in ("test", "result", "reason")} for test in result.get("tests", ())]),
-        "requests": _table([_request_row(*numbered) for numbered in enumerate(result.get("requests") or ())]),
-        "per_position_acceptance": _bars("position", "acceptance", counts.get("per_position_acceptance"), first=1),
-        "acceptance_histogram": _bars("accepted", "steps", counts.get("acceptance_histogram"), first=0),
-    }
-    if shown := {key: value for key, value in shown.items() if value is not None}:
-        with _home_below(folder / "wandb"):
+    if shown := tables_and_charts(result):
+        with home_below(folder / "wandb"):
             run.log(shown)
-    run.summary.update(_flat({**summary, "verdict": result.get("verdict")}))
+    run.summary.update(summary(result))
     run.finish(exit_code=exit_code)
 
 
 @contextlib.contextmanager
-def _home_below(folder: Path) -> Iterator[None]:
+def home_below(folder: Path) -> Iterator[None]:
     """Keeps in the run's folder what wandb leaves in the user's home: its service's log and copies of tables.
 
     Where the home is not writable the service would print its log instead. A choice of the user's own stands.
@@ -334,47 +347,3 @@ def _home_below(folder: Path) -> Iterator[None]:
     finally:
         for name in names:
             os.environ.pop(name, None)
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    if not rows:
-        return None
-    import wandb
-
-    return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-
-
-def _request_row(index: int, request: Mapping[str, Any]) -> dict[str, Any]:
-    counts = request.get("spec_decode") or {}
-    return {
-        "index": index,
-        "prompt": str(request.get("prompt", ""))[:TEXT_LIMIT],
-        "text": str(request.get("text", ""))[:TEXT_LIMIT],
-        "finish_reason": str(request.get("finish_reason")),
-        "new_tokens": len(request.get("token_ids") or ()),
-        "alpha": request.get("alpha"),
-        "draft_acceptance_rate": counts.get("draft_acceptance_rate"),
-        "mean_acceptance_length": counts.get("mean_acceptance_length"),
-        "tokens_per_s": request.get("tokens_per_s"),
-    }
-
-
-def _bars(label: str, value: str, heights: Sequence[float | None] | None, *, first: int) -> Any:
-    """A bar chart of `heights`, numbered from `first`; None when there is nothing to show."""
-    rows = [[str(n), height] for n, height in enumerate(heights or (), first) if height is not None]
-    if not rows:
-        return None
-    import wandb
-
-    return wandb.plot.bar(wandb.Table(columns=[label, value], data=rows), label, value, title=f"{value} by {label}")
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested numbers under keys such as `spec_decode/draft_acceptance_rate`; what is None is left out."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}/"))
-        elif value is not None:
-            flat[f"{prefix}{key}"] = _plain(value)
-    return flat

@@ -74,12 +74,26 @@ def greedy_walk(match: Tensor, gamma: int, start: int = 0) -> Walk:
         UserError: for a shape, gamma or start other than these.
     """
     hits, room = _guesses("match", match.bool(), gamma, start)
+    begun = _begun(hits)
+    return Walk(len(hits), float(len(begun)), float((room[begun] == 0).sum()))
+
+
+def greedy_visits(match: Tensor, gamma: int) -> Numbers:
+    """[T], 1 where a step of greedy decoding begins, else 0. Arguments as of `greedy_walk`."""
+    hits, _ = _guesses("match", match.bool(), gamma, 0)
+    visits = np.zeros(len(hits))
+    visits[_begun(hits)] = 1
+    return visits
+
+
+def _begun(hits: Numbers) -> list[int]:
+    """The places where steps begin."""
     runs = hits.cumprod(1).sum(1).tolist()  # accepted drafts of a step that begins at t
     t, begun = 0, []
     while t < len(runs):
         begun.append(t)
         t += runs[t] + 1
-    return Walk(len(runs), float(len(begun)), float((room[begun] == 0).sum()))
+    return begun
 
 
 def sampled_walk(ratio: Tensor, gamma: int, rule: str = "rejection", start: int = 0) -> Walk:
@@ -101,15 +115,29 @@ def sampled_walk(ratio: Tensor, gamma: int, rule: str = "rejection", start: int 
         UserError: for a shape, gamma, rule or start other than these, and for numbers that cannot be what they should:
             a ratio that is negative or not finite (the target cannot have written the token), a q above 1.
     """
+    visits, _, room = _sampled(ratio, gamma, rule, start)
+    return Walk(len(visits), float(visits.sum()), float(visits[room == 0].sum()))
+
+
+def sampled_visits(ratio: Tensor, gamma: int, rule: str = "rejection", start: int = 0) -> tuple[Numbers, float]:
+    """[T], the chance that a step of sampling begins at each place; tokens that the first step is expected to emit.
+
+    Arguments as of `sampled_walk`.
+    """
+    visits, stand, _ = _sampled(ratio, gamma, rule, start)
+    return visits, float(stand[0].sum())
+
+
+def _sampled(ratio: Tensor, gamma: int, rule: str, start: int) -> tuple[Numbers, Numbers, npt.NDArray[np.int64]]:
+    """Visits [T]; P(N >= i | start t), i = 0 .. gamma, [T, gamma + 1]; how many drafts a step may have, [T]."""
     choice("rule", rule, RULES)
     d, room = _guesses("ratio", ratio.double(), gamma, start)
     if not (np.isfinite(d) & (d >= 0)).all():
         raise UserError("holds a negative number, NaN or infinity; the text is not the target's.", key="ratio")
     if rule == "exact_match" and (d > 1 + ROUNDING).any():
         raise UserError(f"holds {d.max():g}; exact_match takes the draft's probabilities.", key="ratio")
-    stand = np.pad(_standing(d, rule), ((0, 0), (1, 0)), constant_values=1.0)  # [T, gamma + 1] P(N >= i | start t)
-    visits = _visits(-np.diff(stand, axis=1, append=0.0))
-    return Walk(len(visits), float(visits.sum()), float(visits[room == 0].sum()))
+    stand = np.pad(_standing(d, rule), ((0, 0), (1, 0)), constant_values=1.0)
+    return _visits(-np.diff(stand, axis=1, append=0.0)), stand, room
 
 
 def _guesses(key: str, values: Tensor, gamma: int, start: int) -> tuple[Numbers, npt.NDArray[np.int64]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from specpipe import cli
 from specpipe.config import CONF, compose
@@ -28,6 +29,12 @@ def commands() -> list[str]:
     return [line.split("    #")[0].strip() for line in lines if "--config-dir" not in line and "..." not in line]
 
 
+def first_of(word: str) -> str:
+    """Of a word that asks for several runs, the one for the first."""
+    parsed = OverridesParser.create().parse_override(word)
+    return f"{parsed.key_or_group}={next(parsed.sweep_string_iterator())}" if parsed.is_sweep_override() else word
+
+
 def test_the_readme_shows_every_command() -> None:
     assert len(commands()) >= 10
     assert {line.split()[0] for line in commands()} == set(cli.COMMANDS)
@@ -36,7 +43,8 @@ def test_the_readme_shows_every_command() -> None:
 @pytest.mark.parametrize("line", commands())
 def test_every_command_of_the_readme_composes(line: str) -> None:
     command, *words = (word for word in shlex.split(line) if word not in ("-m", "--cfg", "job"))
-    compose(command, [word.split(",")[0] if not word.startswith("prompt=") else word for word in words])
+    given = cli._folders_named(words) if command == "report" else words
+    compose(command, [first_of(word) for word in given if not word.startswith("hydra")])
 
 
 def test_the_readme_names_every_option_of_every_group() -> None:

@@ -20,6 +20,7 @@ from hydra._internal.hydra import Hydra
 
 from specpipe import cli, theory
 from specpipe.commands import plan
+from specpipe.commands.measured import measured
 from specpipe.config import compose
 from specpipe.console import OutputClosed
 from specpipe.errors import UserError
@@ -96,7 +97,7 @@ def from_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FromEarlier
     monkeypatch.chdir(tmp_path)
 
     def cells(changed: dict[str, Any] | None = None, **keys: Any) -> list[dict[str, Any]]:
-        source = plan.measured(measured_run(**changed or {}))
+        source = measured(measured_run(**changed or {}))
         return plan.predictions(SETTLED | {"alpha": None, "cost_ratio": None} | keys, source)
 
     return cells
@@ -365,7 +366,7 @@ def test_a_number_that_the_run_lacks_is_asked_for(
 def test_a_folder_of_something_else_is_named(tmp_path: Path, content: str, line: str) -> None:
     (tmp_path / "result.json").write_text(content)
     with pytest.raises(UserError, match=f"^from: .*{re.escape(str(tmp_path))}' {re.escape(line)}$"):
-        plan.measured(str(tmp_path))
+        measured(str(tmp_path))
 
 
 # ---- the page ----
@@ -411,3 +412,64 @@ def test_nothing_pays_at_no_alpha_and_everything_at_one() -> None:
     assert never["summary"]["best_gamma"] == 0
     assert always["summary"]["best_gamma"] == 5
     assert math.isclose(always["summary"]["best_speedup"], 6 / 1.5)
+
+
+# ---- from a bench ----
+
+
+def bench_run(folder: Path, **more: Any) -> str:
+    """A bench of ngram with 1 and 3 drafts at batch sizes 1 and 2; in the larger batch each draft costs a pass."""
+    kept = {1: [0.5], 3: [0.5, 0.5, 0.5]}
+    cells = [
+        {
+            **{"proposer": "ngram", "sampler": "rejection", "temperature": 0.0, "batch_size": size, "peer": False},
+            "num_speculative_tokens": gamma,
+            "summary": {
+                "alpha": {"mean": 0.5, "low": None, "high": None},
+                "cost_ratio": 0.1,
+                "spec_decode": {"num_spec_steps": 7, "num_plain_steps": 3, "per_position_conditional": rates},
+            },
+        }
+        for size in (1, 2)
+        for gamma, rates in kept.items()
+    ]
+    best = {
+        key: cells[0][key] for key in ("proposer", "sampler", "temperature", "batch_size", "num_speculative_tokens")
+    }
+    costs = [
+        {
+            **{"proposer": name, "sampler": sampler, "temperature": 0.0, "batch_size": size},
+            "by_drafted": [
+                {"drafted": k, "steps": 9, "draft": 0.1 * k, "verify": 1 + slope * k, "other": 0.0} for k in ks
+            ],
+        }
+        for size, slope in ((1, 0.0), (2, 1.0))
+        for name, sampler, ks in (("none", None, (0,)), ("ngram", "rejection", (1, 3)))
+    ]
+    result = {"command": "bench", "summary": {"best": [best]}, "cells": cells, "costs": costs, **more}
+    folder.mkdir()
+    (folder / "result.json").write_text(json.dumps(result))
+    return str(folder)
+
+
+def test_a_bench_is_planned_by_its_answers_proposer_and_each_batch_size_by_its_costs(tmp_path: Path) -> None:
+    source = measured(bench_run(tmp_path / "bench"))
+    assert (source.alpha, source.cost_ratio) == (0.5, 0.1)
+    assert source.per_position_acceptance == [0.5, 0.25, 0.125]  # of its longest drafts
+    alone, batch = source.about["by_batch"]
+    tokens = [1, 1.5, 1.75, 1.875]
+    assert alone["speedup"] == pytest.approx([t / (1 + 0.1 * k) for k, t in enumerate(tokens)])
+    assert batch["speedup"] == pytest.approx([t / (1 + 1.1 * k) for k, t in enumerate(tokens)])
+    assert (alone["best_gamma"], batch["best_gamma"]) == (2, 0)
+
+
+def test_a_bench_that_has_compared_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has compared nothing yet"):
+        measured(bench_run(tmp_path / "bench", summary={}))
+
+
+def test_batch_sizes_stand_on_the_page_and_in_the_terminal(specpipe: Any, tmp_path: Path) -> None:
+    ran = specpipe("plan", f"from={bench_run(tmp_path / 'bench')}")
+    assert ran.code == 0
+    assert "batch size 2: best gamma 0, speedup 1.00" in ran.err
+    assert "Speedup by batch size" in Path("run/report.html").read_text()

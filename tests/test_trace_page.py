@@ -293,7 +293,7 @@ def test_no_text_becomes_part_of_the_page(monkeypatch: pytest.MonkeyPatch) -> No
     page = page_of(request)
     assert safe(page)
     assert page.shown() == EVIL
-    monkeypatch.setattr(trace, "_embedded", lambda data: Markup(json.dumps(data)))  # what safe() is there to refuse
+    monkeypatch.setattr(trace, "embedded", lambda data: Markup(json.dumps(data)))  # what safe() is there to refuse
     with pytest.raises((AssertionError, ValueError)):
         assert safe(page_of(request))
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
+from specpipe.config import build, compose
 from specpipe.errors import UserError
-from specpipe.tracking import TEXT_LIMIT, NoRun, WandbRun, _plain, _request_row, _upload, _within
+from specpipe.logged import TEXT_LIMIT, label, plain
+from specpipe.tracking import NoRun, WandbRun, _upload, within
+from tests.wandb_runs import Stored, stored
 
 CONFIG = {"target": {"path": Path("/models/x"), "shape": (1, 2)}, "seed": None, "generation": {"temperature": 0.5}}
 WARNING = "decode goes on without it"
@@ -80,76 +80,6 @@ def train_job(
 
 def offline_run(**changes: Any) -> WandbRun:
     return WandbRun(**{"mode": "offline", "project": "specpipe-tests", **changes})
-
-
-# ---- reading a run back -------------------------------------------------------------------------------------------
-
-
-class Stored(NamedTuple):
-    """What one offline run wrote."""
-
-    files: list[str]
-    config: dict[str, Any]
-    history: list[dict[str, Any]]
-    metrics: dict[str, str]  # name or pattern -> the metric that is its axis
-    summary: dict[str, Any]
-    exit_code: int | None  # None: the run was not ended
-    job_type: str
-    run_id: str
-    artifacts: list[Any]  # records
-
-
-def stored(folder: Path) -> Stored:
-    """The one run below `folder`, when its service has written it; fails when there is none or more than one."""
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 10
-    while (run := _read(file)).exit_code is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return run._replace(files=[str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()])
-
-
-def _read(file: Path) -> Stored:
-    from wandb.proto import wandb_internal_pb2
-
-    run = Stored([], {}, [], {}, {}, None, "", "", [])
-    for data in _log_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(data)
-        kind = record.WhichOneof("record_type")
-        if kind == "run":
-            run.config.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
-            run = run._replace(job_type=record.run.job_type, run_id=record.run.run_id)
-        elif kind == "history":
-            run.history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
-        elif kind == "metric":
-            run.metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
-        elif kind == "summary":
-            run.summary.update({_key(item): json.loads(item.value_json) for item in record.summary.update})
-        elif kind == "artifact":
-            run.artifacts.append(record.artifact)
-        elif kind == "exit":
-            run = run._replace(exit_code=record.exit.exit_code)
-    return run
-
-
-def _key(item: Any) -> str:
-    return item.key or ".".join(item.nested_key)
-
-
-def _log_records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log: blocks of 32 KiB; each piece has a checksum, a length and its place (1: whole,
-    2: first, 3: middle, 4: last). The file begins with 7 bytes of wandb's own."""
-    position, record = 7, b""
-    while position + 7 <= len(data):
-        left = 32768 - position % 32768
-        if left < 7:  # no room for a header: the block is filled up
-            position += left
-            continue
-        _, length, place = struct.unpack_from("<IHB", data, position)
-        record += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if place in (1, 4):
-            yield record
-            record = b""
 
 
 # ---- two jobs in this process ---------------------------------------------------------------------------------------
@@ -216,7 +146,7 @@ def test_config_is_stored_as_plain_nested_values(two_jobs: TwoJobs) -> None:
     assert two_jobs.second.config["target"] == {"path": "/models/x", "shape": [1, 2]}
     assert two_jobs.second.config["seed"] is None
     assert two_jobs.second.config["generation"] == {"temperature": 0.5}
-    assert _plain({3: {Path("a")}, "b": b"x"}) == {"3": ["a"], "b": "b'x'"}
+    assert plain({3: {Path("a")}, "b": b"x"}) == {"3": ["a"], "b": "b'x'"}
 
 
 def test_request_metrics_have_their_own_step_axis(two_jobs: TwoJobs) -> None:
@@ -252,12 +182,14 @@ def test_finish_logs_table_charts_and_summary(two_jobs: TwoJobs) -> None:
     assert run.summary["alpha/mean"] == 0.7
     assert "alpha/low" not in run.summary
     assert run.summary["spec_decode/acceptance_histogram"] == [3, 2, 1]
-    assert (run.job_type, run.exit_code) == ("decode", 0)
+    assert (run.job_type, run.group, run.exit_code) == ("decode", "g", 0)
 
 
 def test_tables_lie_in_the_folder_and_their_texts_are_cut(two_jobs: TwoJobs) -> None:
     assert sum(name.endswith(".table.json") for name in two_jobs.second.files) == 3
-    assert len(_request_row(0, request())["text"]) == TEXT_LIMIT
+    rows = two_jobs.second.table("requests")
+    assert [len(row["text"]) for row in rows] == [TEXT_LIMIT, 0]
+    assert (rows[0]["prompt"], rows[0]["alpha"], rows[1]["alpha"]) == ("Once upon", 0.75, None)
 
 
 def test_a_run_prints_nothing_and_leaves_the_start_folder_alone(two_jobs: TwoJobs) -> None:
@@ -368,10 +300,10 @@ def test_online_a_resumed_run_may_be_there_already_or_not(
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_only_online_a_draft_is_waited_for(offline: bool, tmp_path: Path) -> None:
+def test_only_online_a_draft_is_waited_for(offline: bool) -> None:
     waited = []
     logged = SimpleNamespace(wait=lambda: waited.append(True))
-    _upload(SimpleNamespace(offline=offline, log_artifact=lambda artifact: logged), "m", "model", tmp_path, {})
+    _upload(SimpleNamespace(offline=offline, log_artifact=lambda artifact: logged), "an artifact")
     assert waited == ([] if offline else [True])
 
 
@@ -394,6 +326,180 @@ def test_a_point_that_wandb_refuses_costs_the_tracking_only(tmp_path: Path, caps
     assert errors.count("\n") == errors.count("train goes on without it") == 1
 
 
+# ---- a bench ----
+
+
+def measured(speedup: float, alpha: float | None = 0.5, rates: Sequence[float | None] = (0.5, 0.25)) -> dict[str, Any]:
+    """Figures of a cell or of a category of it, as in result.json."""
+    return {
+        "new_tokens": 64,
+        "tokens_per_s": 20.0 * speedup,
+        "tokens_per_target_pass": 1.5,
+        "time_to_first_token_s": 0.1,
+        "timing": {"prefill": 0.1, "draft": 0.2, "verify": 0.3, "accept": 0.05, "other": 0.01},
+        "spec_decode": {"mean_acceptance_length": 1.75, "per_position_acceptance": list(rates)},
+        "alpha": {"mean": alpha, "low": alpha and alpha - 0.125, "high": alpha and alpha + 0.125},
+        "cost_ratio": 0.05,
+        "speedup": {"mean": speedup, "low": speedup - 0.25, "high": None},
+        "predicted_speedup": {"formula": 1.5, "costs": None},
+        "break_even_alpha": 0.3,
+        "operations": 1.9,
+        "identical_texts": 2,
+        "texts": 2,
+    }
+
+
+def cell(proposer: str, speedup: float, k: int | None, sampler: str | None = "rejection", **of: Any) -> dict[str, Any]:
+    return {
+        "proposer": proposer,
+        "peer": k is None,
+        "sampler": sampler,
+        "temperature": 0.7,
+        "batch_size": 1,
+        "num_speculative_tokens": k,
+        "repeats": 2,
+        "lossless": True,
+        "summary": measured(speedup, **of),
+        "categories": {"math": measured(speedup + 0.5), "chat": measured(speedup - 0.5)},
+    }
+
+
+PLAIN = cell("none", 1.0, 0, None, alpha=None, rates=())
+SLOW = cell("ngram(max_ngram=4)", 1.25, 1, rates=(0.5,))
+FAST = cell("ngram(max_ngram=4)", 1.5, 3, rates=(0.5, 0.25, None))
+PEER = cell("hf prompt lookup", 1.125, None, None, alpha=None, rates=())
+CELLS = [PLAIN, SLOW, FAST, PEER]
+BEST = {key: FAST[key] for key in ("proposer", "sampler", "temperature", "batch_size", "num_speculative_tokens")}
+BENCHED = {
+    "command": "bench",
+    "cells": CELLS,
+    "summary": {
+        "answer": "Use it.",
+        "best": [{**BEST, "pays": True}],
+        "speedup": {"mean": 1.5, "low": 1.25, "high": None},
+        "alpha": {"mean": 0.5, "low": 0.375, "high": 0.625},
+        "tokens_per_s": 30.0,
+        "prediction_error": {"formula": 0.125, "costs": 0.0625, "cells": 2},
+    },
+}
+PAGE = "<!doctype html><title>ä</title><script>let x = 1 < 2</script>"
+
+
+def bench_job(job: WandbRun | NoRun, folder: Path) -> None:
+    job.start("bench", CONFIG, folder)
+    job.log_round(0, [PLAIN, SLOW])
+    job.log_round(1, CELLS)
+    folder.mkdir(exist_ok=True)
+    (folder / "report.html").write_text(PAGE, encoding="utf-8")
+    job.log_page(folder / "nowhere.html")
+    job.log_page(folder / "report.html")
+    job.finish(BENCHED, 0)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    folder = tmp_path_factory.mktemp("bench")
+    bench_job(offline_run(), folder)
+    return stored(folder)
+
+
+def test_a_bench_has_a_point_for_each_round(bench: Stored) -> None:
+    slow, fast, peer = "ngram_max_ngram_4_k1_rejection", "ngram_max_ngram_4_k3_rejection", "hf_prompt_lookup"
+    slow, fast, peer = (f"{name}_T0_7_b1" for name in (slow, fast, peer))
+    first = {"round/index": 0, f"round/speedup/{slow}": 1.25, f"round/alpha/{slow}": 0.5}
+    rest = {f"round/speedup/{fast}": 1.5, f"round/alpha/{fast}": 0.5, f"round/speedup/{peer}": 1.125}
+    points = [{key: value for key, value in row.items() if key.startswith("round/")} for row in bench.history]
+    assert [point for point in points if point] == [first, {**first, "round/index": 1, **rest}]
+    assert bench.metrics["round/*"] == "round/index"
+    assert bench.job_type == "bench"
+
+
+def test_a_bench_ends_with_a_row_for_each_cell_and_each_category_of_it(bench: Stored) -> None:
+    cells, categories = bench.table("cells"), bench.table("categories")
+    assert [(row["proposer"], row["num_speculative_tokens"]) for row in cells] == [
+        ("none", 0),
+        ("ngram(max_ngram=4)", 1),
+        ("ngram(max_ngram=4)", 3),
+        ("hf prompt lookup", None),
+    ]
+    assert cells[2] == {
+        **BEST,
+        "repeats": 2,
+        "lossless": True,
+        "new_tokens": 64,
+        "tokens_per_s": 30.0,
+        "speedup": 1.5,
+        "speedup_low": 1.25,
+        "speedup_high": None,
+        "alpha": 0.5,
+        "alpha_low": 0.375,
+        "alpha_high": 0.625,
+        "draft_acceptance_rate": None,
+        "mean_acceptance_length": 1.75,
+        "tokens_per_target_pass": 1.5,
+        "time_to_first_token_s": 0.1,
+        "cost_ratio": 0.05,
+        "predicted_speedup_formula": 1.5,
+        "predicted_speedup_costs": None,
+        "break_even_alpha": 0.3,
+        "operations": 1.9,
+        "identical_texts": 2,
+        "texts": 2,
+    }
+    assert set(categories[0]) == {"category", *cells[0]}
+    assert [(row["category"], row["speedup"]) for row in categories[4:6]] == [("math", 2.0), ("chat", 1.0)]
+
+
+def test_a_bench_shows_the_best_cell_by_category_and_of_each_proposer_by_position(bench: Stored) -> None:
+    assert bench.table("speedup_by_category_table") == [
+        {"category": "math", "speedup": 2.0},
+        {"category": "chat", "speedup": 1.0},
+    ]
+    line = label(FAST)
+    assert bench.table("acceptance_by_position_table") == [
+        {"step": 1, "lineKey": line, "lineVal": 0.5},
+        {"step": 2, "lineKey": line, "lineVal": 0.25},
+    ]
+
+
+def test_a_bench_is_summed_up_by_the_rule_of_every_command(bench: Stored) -> None:
+    own = {key: value for key, value in bench.summary.items() if key.partition("/")[0] in BENCHED["summary"]}
+    assert own == {
+        "answer": "Use it.",
+        "best": [{**BEST, "pays": True}],
+        "speedup/mean": 1.5,
+        "speedup/low": 1.25,
+        "alpha/mean": 0.5,
+        "alpha/low": 0.375,
+        "alpha/high": 0.625,
+        "tokens_per_s": 30.0,
+        "prediction_error/formula": 0.125,
+        "prediction_error/costs": 0.0625,
+        "prediction_error/cells": 2,
+    }
+
+
+def test_the_page_is_a_panel_and_an_artifact_as_it_was_written(bench: Stored) -> None:
+    assert bench.logged("report")["_type"] == "html-file"
+    assert bench.media("report") == PAGE
+    (artifact,) = (each for each in bench.artifacts if each.type == "report")
+    assert artifact.name == "bench-report"
+    (entry,) = artifact.manifest.contents
+    assert (entry.path, Path(entry.local_path)) == ("report.html", bench.folder / "report.html")
+
+
+def test_an_interrupted_bench_is_finished_with_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = offline_run()
+    job.start("bench", CONFIG, tmp_path)
+    job.log_round(0, [])
+    job.finish({"cells": [], "summary": {}}, 130)
+    run = stored(tmp_path)
+    assert (run.exit_code, [row["round/index"] for row in run.history]) == (130, [0])
+    assert capsys.readouterr().err == ""
+
+
 # ---- a run that must stay away, or cannot be written ----------------------------------------------------------------
 
 
@@ -402,6 +508,7 @@ def test_no_run_writes_nothing_and_imports_nothing(tmp_path: Path) -> None:
         run_job(NoRun(), FOLDER, CONFIG)
         NoRun().log_metrics({}, 1)
         NoRun().log_artifact("m", "model", FOLDER, {})
+        bench_job(NoRun(), FOLDER.parent / "bench")
         NoRun().start("train", CONFIG, FOLDER, resume="abc")
         print(NoRun().run_id, "wandb" in sys.modules, list(FOLDER.iterdir()))
     """
@@ -464,7 +571,7 @@ def test_an_interrupted_job_is_finished_with_what_there_is(tmp_path: Path, capsy
 def test_a_call_that_hangs_is_left_after_its_time() -> None:
     go_on = threading.Event()
     begin = time.monotonic()
-    _, problem = _within(0.1, go_on.wait)
+    _, problem = within(0.1, go_on.wait)
     go_on.set()
     assert isinstance(problem, TimeoutError)
     assert time.monotonic() - begin < 2
@@ -503,8 +610,7 @@ def test_wrong_arguments_are_named(key: str, changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("offline", WandbRun), ("online", WandbRun), ("none", NoRun)])
 def test_each_file_of_the_wandb_group_is_one_call(name: str, kind: type) -> None:
-    config = OmegaConf.load(Path(__file__).parents[1] / "conf" / "wandb" / f"{name}.yaml")
-    assert type(instantiate(config)) is kind
+    assert type(build(compose("decode", [f"wandb={name}"]).wandb, "wandb")) is kind
 
 
 # ---- child processes ------------------------------------------------------------------------------------------------

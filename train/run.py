@@ -130,6 +130,7 @@ class Fit:
             raise
         finally:
             folder.write("report.html", training_page(folder.result))
+            tracker.log_page(self.folder / "report.html")
             code = put_away(folder, tracker, note, code, done=code in (0, DISAGREES))
         return code
 

@@ -26,13 +26,16 @@ INTERRUPTED = 130
 OUTPUT_CLOSED = 141  # as for a program that a closed pipe ends (128 + SIGPIPE)
 
 
-def build_pipeline(config: DictConfig) -> Pipeline:
-    """The configured pipeline. Cheap parts are built first, so that their mistakes show before a model is loaded."""
+def build_pipeline(config: DictConfig, proposer: Proposer | None = None) -> Pipeline:
+    """The configured pipeline, with another proposer if one is given.
+
+    Cheap parts are built first, so that their mistakes show before a model is loaded.
+    """
     from specpipe.pipeline import Pipeline
 
     parts = {
         "settings": build(config.generation, "generation"),
-        "proposer": build(config.proposer, "proposer"),
+        "proposer": proposer or build(config.proposer, "proposer"),
         "sampler": build(config.sampler, "sampler"),
         "draft_length": build(config.draft_length, "draft_length"),
     }

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +17,22 @@ from rich.table import Table
 from rich.text import Text
 
 from specpipe import theory
+from specpipe.commands.measured import Measured, measured
 from specpipe.commands.parts import OUTPUT_CLOSED, put_away
 from specpipe.config import plain
 from specpipe.console import Console, OutputClosed, written
 from specpipe.errors import UserError, integer, number
-from specpipe.paths import from_start
 from specpipe.report.plan import combination_columns, curve_columns, drafted_share, plan_page
 from specpipe.results import RunFolder
 from specpipe.tracking import NoRun
 
 LONGEST = 1000  # draft looked at
 HEAD = 8  # columns of the terminal for a line of a table's head: nine of them fit into 80
-PARTS = ("target", "proposer", "sampler", "verifier", "draft_length", "generation", "lossless")  # of a run's result
 HIGHEST = {"alpha": 1.0, "cost_ratio": math.inf}
 FORMS = {"alpha": ".3g", "cost_ratio": ".3g", "break_even_alpha": ".3f", "gamma": "d", "best_gamma": "d"}
 WHY_NOT = {"alpha": "nothing was drafted", "cost_ratio": "no plain step or no draft was timed"}
 
 Cell = dict[str, Any]  # one combination: alpha, cost_ratio, summary, curve
-
-
-@dataclass
-class Measured:
-    """What an earlier run measured; None for what it could not.
-
-    per_position_acceptance: P(N >= i) for i = 1 .. as far as every position was tried.
-    about: what this run's result.json says of it.
-    """
-
-    alpha: float | None
-    cost_ratio: float | None
-    per_position_acceptance: list[float]
-    about: dict[str, Any]
 
 
 def run(config: DictConfig) -> int:
@@ -66,6 +49,10 @@ def run(config: DictConfig) -> int:
         folder.write("report.html", plan_page(folder.result))
         _show(cells, settled["max_gamma"])
         if source:
+            for row in source.about.get("by_batch", ()):
+                _note(
+                    f"batch size {row['batch_size']}: best gamma {row['best_gamma']}, speedup {row['best_speedup']:.2f}"
+                )
             _note(f"note: {drafted_share(source.about['from'])}")
         code = 0
     except OutputClosed:
@@ -73,31 +60,6 @@ def run(config: DictConfig) -> int:
     finally:
         code = put_away(folder, NoRun(), _note, code, done=code == 0)
     return code
-
-
-def measured(folder: str) -> Measured:
-    """What the run in `folder` says of alpha, c and acceptance by position. The one place that reads other runs.
-
-    Raises:
-        UserError: if it is no run, or one of a command that does not measure them.
-    """
-    result = _result(folder)
-    if result.get("command") != "decode":
-        what = f"{folder!r} is a run of {result.get('command')}; a run of decode measures alpha and cost_ratio"
-        raise UserError(f"{what}.", key="from")
-    summary = result.get("summary") or {}
-    counts = summary.get("spec_decode") or {}
-    alpha = (summary.get("alpha") or {}).get("mean")
-    tried = itertools.takewhile(lambda rate: rate is not None, counts.get("per_position_conditional") or [])
-    survival = np.cumprod(list(tried)).tolist()
-    steps = {name: counts.get(name) for name in ("num_spec_steps", "num_plain_steps")}
-    return Measured(
-        alpha=None if alpha is None else min(1.0, alpha),  # a sum of float32 probabilities may exceed 1
-        cost_ratio=summary.get("cost_ratio"),
-        per_position_acceptance=survival,
-        about={part: result.get(part) for part in PARTS}
-        | {"from": {"folder": str(from_start(folder)), **steps, "per_position_acceptance": survival}},
-    )
 
 
 def predictions(settled: Mapping[str, Any], source: Measured | None) -> list[Cell]:
@@ -184,25 +146,15 @@ def _numbers(key: str, settled: Mapping[str, Any], source: Measured | None) -> l
     given = settled[key]
     if given is None:
         if source is None:
-            raise UserError(f"has no value, and needs one: {key}=..., or from=<run folder of a decode>.", key=key)
+            raise UserError(
+                f"has no value, and needs one: {key}=..., or from=<run folder of a decode or bench>.", key=key
+            )
         given = getattr(source, key)
         if given is None:
             raise UserError(f"the run of `from` has none ({WHY_NOT[key]}); give it: {key}=...", key=key)
     if given == []:
         raise UserError("is an empty list; it needs a number.", key=key)
     return [number(key, each, 0, HIGHEST[key]) for each in (given if isinstance(given, list) else [given])]
-
-
-def _result(folder: str) -> dict[str, Any]:
-    try:
-        result = json.loads((from_start(folder) / "result.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{folder!r} has no result.json that can be read: {error.strerror}.", key="from") from error
-    except ValueError as error:
-        raise UserError(f"result.json in {folder!r} is not JSON.", key="from") from error
-    if not isinstance(result, dict):
-        raise UserError(f"result.json in {folder!r} is not that of a run.", key="from")
-    return result
 
 
 def _show(cells: list[Cell], max_gamma: int) -> None:

@@ -16,6 +16,10 @@ class Proposer(Protocol):
     One that must know the target also has `bind(target)`, called once before anything is proposed: its vocabulary, its
     device, its layers. It raises UserError for a target it cannot draft for.
 
+    Two things that a class may say of itself as attributes, for `bench`. `keeps_nothing = True`: what it drafts depends
+    on the request alone, never on those before it. `q_by_prefix = True`: the q of a drawn token depends on the text
+    before it alone, not on where the draft began.
+
     One that can use what the verifier keeps of the pipeline's requests also has `attach(verifier)`, which the pipeline
     that it drafts for calls behind `bind`. It must draft without that call too, for requests that no verifier reads.
     """

@@ -52,6 +52,10 @@ class Cascade:
             self._members[f"{name} {again + 1}" if again else name] = proposer
         self._extends = flag("extend", extend)
 
+    @property
+    def keeps_nothing(self) -> bool:
+        return all(getattr(proposer, "keeps_nothing", False) for proposer in self._members.values())
+
     def bind(self, target: Any) -> None:
         """Hand the target to the members that want it."""
         self._size = target.vocabulary

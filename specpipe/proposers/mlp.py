@@ -47,6 +47,8 @@ class HeadsProposer:
         UserError: for a value out of range and a folder that cannot be used.
     """
 
+    keeps_nothing = True
+
     def __init__(self, *, path: str | None = None, draw: str = "sample", min_confidence: float = 0.0) -> None:
         if path is not None and not isinstance(path, (str, Path)):
             raise UserError(f"{path!r} is not the path of a folder.", key="path")

@@ -29,6 +29,8 @@ class ModelProposer:
         draw, min_confidence: see `Drawing`.
     """
 
+    keeps_nothing = q_by_prefix = True
+
     def __init__(self, *, draw: str = "sample", min_confidence: float = 0.0) -> None:
         self._drawing = Drawing(draw, min_confidence)
         self._warned = False

@@ -22,6 +22,8 @@ class NgramProposer:
         min_ngram: shortest suffix that may propose, in tokens.
     """
 
+    keeps_nothing = True
+
     def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
         self.max_ngram = integer("max_ngram", max_ngram, 1)
         self.min_ngram = integer("min_ngram", min_ngram, 1)

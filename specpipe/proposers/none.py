@@ -9,5 +9,7 @@ from specpipe.sequence import Sequence
 class NoProposer:
     """Never proposes."""
 
+    keeps_nothing = True
+
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         return Draft.of([[] for _ in sequences])

@@ -62,6 +62,7 @@ class SuffixProposer:
     def __init__(self, *, max_depth: int = 24, min_probability: float = 0.1, max_cached_tokens: int = 100_000) -> None:
         self.max_depth = integer("max_depth", max_depth, 2)
         self.min_probability = number("min_probability", min_probability, 0, 1)
+        self.keeps_nothing = max_cached_tokens == 0
         self._texts: WeakKeyDictionary[Sequence, OwnText] = WeakKeyDictionary()
         self._outputs = Outputs(self.max_depth, integer("max_cached_tokens", max_cached_tokens, 0))
         self._streams: dict[bytes, ref[Sequence]] = {}  # who drew from each stream of random numbers first

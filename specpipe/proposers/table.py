@@ -38,6 +38,8 @@ class CountsProposer:
         UserError: for a value out of range and a table that cannot be used.
     """
 
+    keeps_nothing = q_by_prefix = True
+
     def __init__(
         self, *, path: str | None = None, order: int | None = None, draw: str = "sample", min_confidence: float = 0.0
     ) -> None:

@@ -1,19 +1,22 @@
 """The parts of every page: a skeleton with its styles inside, tables, lists of facts, and two charts.
 
-A page is one file that needs no network and no script, on a phone as on a desk, in the light as in the dark. Whatever
-is put into it is escaped, unless it is `Markup` made here. Knows nothing about what the pages say.
+A page is one file that needs no network, on a phone as on a desk, in the light as in the dark. Whatever is put into it
+is escaped, unless it is `Markup` made here. Knows nothing about what the pages say.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, Template
 from markupsafe import Markup
 
+HERE = Path(__file__).parent
 GOOD, BAD, WARN = "good", "bad", "warn"  # tones; the styles know them as classes
 ABSENT = "–"
 
@@ -72,14 +75,14 @@ tbody th { font-weight: 400; }
   margin: 1rem 0; }
 figure { margin: 0; max-width: 26rem; }
 figcaption b { color: var(--ink); }
-svg { display: block; width: 100%; height: auto; }
-svg text { fill: currentColor; font-size: 10px; opacity: .75; }
-svg .bar { fill: var(--bar); } svg .bar.out { fill: var(--out); }
-svg .band { fill: var(--band); }
-svg line { stroke: currentColor; } svg .level { stroke-dasharray: 4 3; }
-svg polyline { fill: none; stroke: var(--bar); stroke-width: 2; stroke-linejoin: round; }
-svg polyline.second { stroke: var(--out); stroke-dasharray: 5 3; }
-svg circle { fill: var(--bar); } svg circle.second { fill: var(--out); }
+figure > svg { display: block; width: 100%; height: auto; }
+figure > svg text { fill: currentColor; font-size: 10px; opacity: .75; }
+figure > svg .bar { fill: var(--bar); } figure > svg .bar.out { fill: var(--out); }
+figure > svg .band { fill: var(--band); }
+figure > svg line { stroke: currentColor; } figure > svg .level { stroke-dasharray: 4 3; }
+figure > svg polyline { fill: none; stroke: var(--bar); stroke-width: 2; stroke-linejoin: round; }
+figure > svg polyline.second { stroke: var(--out); stroke-dasharray: 5 3; }
+figure > svg circle { fill: var(--bar); } figure > svg circle.second { fill: var(--out); }
 .named { margin-left: .6em; white-space: nowrap; }
 .key { display: inline-block; width: 1.6em; margin: 0 .3em .25em 0; border-top: 2px solid var(--bar); }
 .key.second { border-top: 2px dashed var(--out); }
@@ -206,6 +209,17 @@ def fragment(source: str, **values: Any) -> Markup:
     return Markup(_template(source).render(**values))
 
 
+def beside(name: str) -> Markup:
+    """A file beside this one, style or script, part of the page as it is."""
+    return Markup((HERE / name).read_text("utf-8"))
+
+
+def embedded(data: Mapping[str, Any]) -> Markup:
+    """JSON that stands in a script element: no text in it can end the element."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))
+
+
 def badge(word: str, tone: str = "") -> Markup:
     """A word in a coloured frame."""
     return fragment('<span class="badge {{ tone }}">{{ word }}</span>', word=word, tone=tone)
@@ -304,6 +318,14 @@ def number(value: Any) -> Any:
     if not math.isfinite(value):
         return ABSENT if math.isnan(value) else "∞" if value > 0 else "-∞"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def interval(block: Mapping[str, Any] | None) -> str | None:
+    """`1.52 [1.41, 1.64]` for {mean, low, high}; the mean alone where it has no interval, None where there is none."""
+    mean, low, high = ((block or {}).get(name) for name in ("mean", "low", "high"))
+    if mean is None:
+        return None
+    return f"{mean:.2f}" if low is None or high is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _bars(counts: Sequence[int], unit: float, floor: float, band: tuple[float, float]) -> list[Bar]:

@@ -33,6 +33,14 @@ BODY = """\
 </div>
 {{ rows }}
 </section>
+{% if by_batch %}
+<section>
+<h2>Speedup by batch size</h2>
+<p>From the seconds that drafting and checking took at each batch size, against plain decoding of the same size. The
+best gamma of each is marked; it falls as the arithmetic of wider passes takes longer than reading the weights.</p>
+{{ by_batch }}
+</section>
+{% endif %}
 <section>
 <h2>How to read this</h2>
 <ul>
@@ -84,6 +92,7 @@ def plan_page(result: Result) -> str:
         charts=[_chart(cell) for cell in cells],
         rows=_by_gamma(cells[0]) if single else _by_combination(cells),
         by_position="by_position" in cells[0]["summary"],
+        by_batch=_by_batch(result["by_batch"]) if result.get("by_batch") else None,
     )
     return page("specpipe plan", body)
 
@@ -169,6 +178,15 @@ def _by_gamma(cell: Result) -> Markup:
         for name, *values in ([row[column] for column in columns.values()] for row in cell["curve"])
     ]
     return table(list(columns), rows)
+
+
+def _by_batch(rows: Sequence[Result]) -> Markup:
+    head = ["batch size", *(f"gamma {gamma}" for gamma in range(len(rows[0]["speedup"])))]
+    cells = [
+        [row["batch_size"], *(Cell(s, GOOD if k == row["best_gamma"] else "") for k, s in enumerate(row["speedup"]))]
+        for row in rows
+    ]
+    return table(head, cells)
 
 
 def _by_combination(cells: Sequence[Result]) -> Markup:

@@ -6,25 +6,22 @@ Knows records, steps and texts; knows nothing of models.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from specpipe.clock import PARTS
-from specpipe.report.page import STYLE, WARN, badge, facts, fragment, number, page
+from specpipe.report.page import STYLE, WARN, badge, beside, embedded, facts, fragment, number, page
 from specpipe.sequence import Sequence as Request
 from specpipe.sequence import Step
 from specpipe.terminal import VISIBLE
 from specpipe.text import TextCodec
 
-HERE = Path(__file__).parent
 IN_LINE = {ord("\n"): "↵", ord("\t"): "⇥"}  # for drafts that are not accepted, which must not break the text's lines
 LONG = 400  # characters of a prompt; a longer one is folded
 DIGITS = 4  # of a probability or a time, those that matter
@@ -151,15 +148,10 @@ def trace_page(result: Mapping[str, Any], requests: Sequence[TracedRequest]) -> 
         rejected=sum(step.drafted - step.accepted for step in steps),
         facts=facts(_facts(result)),
         requests=[_request(each, place, len(requests)) for place, each in enumerate(requests, 1)],
-        data=_embedded(_data(result, requests)),
-        script=_file("trace.js"),
+        data=embedded(_data(result, requests)),
+        script=beside("trace.js"),
     )
-    return page(f"specpipe decode: {len(requests)} traced", body, STYLE + _file("trace.css"))
-
-
-def _file(name: str) -> Markup:
-    """A file beside this one, part of the page as it is."""
-    return Markup((HERE / name).read_text("utf-8"))
+    return page(f"specpipe decode: {len(requests)} traced", body, STYLE + beside("trace.css"))
 
 
 def _lead(result: Mapping[str, Any], steps: Sequence[Step]) -> str:
@@ -319,9 +311,3 @@ def _probability(log: float) -> float | None:
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-
-
-def _embedded(data: Mapping[str, Any]) -> Markup:
-    """JSON that stands in a script element: no text in it can end the element."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c"))

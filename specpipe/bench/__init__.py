@@ -1,0 +1,1 @@
+"""What `bench` is made of: the combinations, their interleaved decoding, the figures, and their prediction."""

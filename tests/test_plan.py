@@ -358,7 +358,7 @@ def test_a_number_that_the_run_lacks_is_asked_for(
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ('{"command": "audit"}', "is a run of audit; a run of decode measures alpha and cost_ratio."),
+        ('{"command": "audit"}', "is a run of audit; a run of decode or bench measures alpha and cost_ratio."),
         ("{", "is not JSON."),
         ("[]", "is not that of a run."),
     ],

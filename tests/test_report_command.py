@@ -326,7 +326,7 @@ def test_charts_hold_the_figures_of_the_rows() -> None:
     assert bars["mlp"]["x"] == [cells["mlp"]["mean"]]
     assert bars["mlp"]["error_x"]["array"] == [cells["mlp"]["high"] - cells["mlp"]["mean"]]
     speeds = traces(page.figure("tokens/s"))
-    assert [label.replace("<br>", " ") for label in speeds["ngram"]["y"]] == [
+    assert [label.replace("<br>", " ").replace("\N{NO-BREAK SPACE}", " ") for label in speeds["ngram"]["y"]] == [
         "1: ngram, gamma 5",
         "2: ngram, gamma 4",
     ]

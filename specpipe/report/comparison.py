@@ -199,7 +199,7 @@ def _revision(git: str) -> str:
 def _charts(rows: Sequence[Row]) -> list[tuple[str, str, Markup]]:
     """Of the figures that some row has."""
     few = shown(rows)
-    differing = [name for name in SHORT if len({row[name] for row in few}) > 1]
+    differing = [name for name in SHORT if len({row[name] for row in few} - {None}) > 1]
     labels = [_label(row, differing) for row in few]
     greys = [row for row in few if row["proposer"] == PLAIN or row["peer"]]
     names = dict.fromkeys(named(row) for row in few if row not in greys)
@@ -217,7 +217,7 @@ def _charts(rows: Sequence[Row]) -> list[tuple[str, str, Markup]]:
 
 
 def _label(row: Row, differing: Sequence[str]) -> str:
-    settings = [f"{SHORT[name]} {number(row[name])}" for name in differing if row[name] is not None]
+    settings = [f"{SHORT[name]}\N{NO-BREAK SPACE}{number(row[name])}" for name in differing if row[name] is not None]
     return f"{row['run']}: {', '.join([named(row), *settings])}"
 
 

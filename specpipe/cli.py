@@ -134,14 +134,15 @@ def _run(command: str, program: str, overrides: list[str], *, typed: list[str], 
 
 
 def _folders_named(words: list[str]) -> list[str]:
-    """The bare words of `report` are run folders; Hydra wants them as the value of a key."""
-    flags = _flags_first(words)
-    values = {i + 1 for i, word in enumerate(flags) if word in VALUE_FLAGS}
-    folders = [w for i, w in enumerate(flags) if "=" not in w and not w.startswith(("-", "~")) and i not in values]
-    quoted = ",".join("'" + word.replace("\\", "\\\\").replace("'", "\\'") + "'" for word in folders)
-    return [word for i, word in enumerate(flags) if word not in folders or i in values] + (
-        [f"folders=[{quoted}]"] if folders else []
-    )
+    """The bare words of `report` are run folders, which Hydra wants as the value of a key."""
+    folders, rest = [], []
+    before = ""
+    for word in _flags_first(words):
+        is_folder = "=" not in word or Path(word).is_dir()
+        (folders if is_folder and not word.startswith("-") and before not in VALUE_FLAGS else rest).append(word)
+        before = word
+    quoted = ("'" + folder.replace("\\", "\\\\").replace("'", "\\'") + "'" for folder in folders)
+    return [*rest, f"folders=[{','.join(quoted)}]"] if folders else rest
 
 
 def _flags_first(words: list[str]) -> list[str]:

@@ -135,7 +135,8 @@ def _run(command: str, program: str, overrides: list[str], *, typed: list[str], 
 
 def _folders_named(words: list[str]) -> list[str]:
     """The bare words of `report` are run folders, which Hydra wants as the value of a key."""
-    folders, rest = [], []
+    folders: list[str] = []
+    rest: list[str] = []
     before = ""
     for word in _flags_first(words):
         is_folder = "=" not in word or Path(word).is_dir()

@@ -14,7 +14,7 @@ from specpipe.bench.answer import answer, best_cells
 from specpipe.bench.figures import costs_by_drafted, steps_of, summary
 from specpipe.bench.forecast import Guesses, expected_error, overhear, predicted
 from specpipe.bench.grid import PLAIN, Cell, Grid, Setting
-from specpipe.bench.record import FILE, Decoded, Record
+from specpipe.bench.record import FILE, Decoded, Record, Round
 from specpipe.bench.rounds import Bench, Runner, named_prompts
 from specpipe.bench.terminal import BenchView
 from specpipe.commands.parts import INTERRUPTED, OUTPUT_CLOSED, build_pipeline, chosen_prompts, head, put_away
@@ -67,11 +67,10 @@ def run(config: DictConfig) -> int:
             for round_ in bench.rounds:
                 if round_ in record.done:
                     view.skip(bench.stretches(round_))
-                    continue
-                for cell in bench.run(round_):
-                    view.advance(cell.proposer)
-                out.put(**figures.refresh())
-                tracker.log_round(len(record.done), out.result["cells"])
+                else:
+                    _measure(bench, round_, view)
+                    out.put(**figures.refresh())
+                    tracker.log_round(len(record.done), out.result["cells"])
             if foretold:
                 figures.guesses = _overheard(bench, grid, asked, view)
         out.put(**figures.refresh())
@@ -90,6 +89,11 @@ def run(config: DictConfig) -> int:
             tracker.log_page(out.folder / PAGE)
         code = put_away(out, tracker, view.note, code, done=code in (0, NOT_REPRODUCED))
     return code
+
+
+def _measure(bench: Bench, round_: Round, view: BenchView) -> None:
+    for cell in bench.run(round_):
+        view.advance(cell.proposer)
 
 
 class Figures:

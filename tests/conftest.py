@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.command_line import Run, runner
 
 # A shell that starts jobs in the background has them ignore Ctrl-C; these tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,3 +22,10 @@ def few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(THREADS if request.node.get_closest_marker("real") else 1)
     yield
     torch.set_num_threads(THREADS)
+
+
+@pytest.fixture
+def specpipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """The command line in a folder of its own, in this process."""
+    monkeypatch.chdir(tmp_path)
+    return runner(monkeypatch, capfd)

@@ -10,10 +10,8 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
 from specpipe import cli
@@ -22,33 +20,6 @@ from specpipe.commands import decode
 ROOT = Path(cli.__file__).resolve().parent.parent
 TINY = ["target=tiny", "wandb=none", "generation.max_new_tokens=3"]
 ROWS = '{"prompt": "abcabc"}\n{"prompt": "xyzxyz"}\n'
-
-
-class Ran(SimpleNamespace):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def specpipe(tmp_path, monkeypatch, capfd):
-    """Run the command line in a folder of its own, in this process: words in, (code, out, err) out."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    # Hydra composes once more, only to look for `hydra.mode`; half of these tests' time.
-    monkeypatch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)
-
-    def run(*words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["specpipe", *words])
-        capfd.readouterr()
-        try:
-            code = cli.main()
-        except SystemExit as stop:  # what Hydra's own flags do
-            code = stop.code
-        return Ran(code=code, **capfd.readouterr()._asdict())
-
-    return run
 
 
 @pytest.fixture

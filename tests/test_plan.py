@@ -11,12 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hydra._internal.hydra import Hydra
 
 from specpipe import cli, theory
 from specpipe.commands import plan
@@ -25,41 +23,20 @@ from specpipe.config import compose
 from specpipe.console import OutputClosed
 from specpipe.errors import UserError
 from specpipe.report.plan import plan_page
+from tests.command_line import Run
 from tests.test_report import Reader
 
 ROOT = Path(cli.__file__).resolve().parent.parent
 SUMMARY = ["expected_tokens_per_step", "speedup", "operations", "best_gamma", "best_speedup", "break_even_alpha"]
 
-
-class Ran(SimpleNamespace):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
 FromEarlier = Callable[..., list[dict[str, Any]]]
 SETTLED = {"alpha": 0.5, "cost_ratio": 0.1, "operations_ratio": None, "gamma": None, "max_gamma": 16}
 
 
 @pytest.fixture
-def specpipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in a folder of its own, in this process, its run folder `run` there."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)  # composes a second time for it
-
-    def run(command: str, *words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["specpipe", command, *words, "hydra.run.dir=run"])
-        capfd.readouterr()
-        try:
-            code = cli.main()
-        except SystemExit as stop:  # what Hydra's own flags do
-            code = stop.code
-        return Ran(code=code, **capfd.readouterr()._asdict())
-
-    return run
+def specpipe(specpipe: Run) -> Run:
+    """Its run folder is `run`."""
+    return lambda *words: specpipe(*words, "hydra.run.dir=run")
 
 
 def result(folder: str = "run") -> dict[str, Any]:

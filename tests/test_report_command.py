@@ -5,34 +5,21 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra._internal.hydra import Hydra
 from markupsafe import Markup
 
-from specpipe import cli
 from specpipe.commands import report
 from specpipe.console import OutputClosed
 from specpipe.errors import UserError
 from specpipe.report import charts
 from specpipe.report.comparison import NO_ROWS, comparison_page, shown
 from specpipe.report.page import ABSENT
+from tests.command_line import Run
 from tests.test_bench_page import EVIL, Page, heads, looked_at, peer, rows, small, spread, traces
 from tests.test_training_page import training
-
-
-class Ran(SimpleNamespace):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture(autouse=True)
@@ -41,23 +28,9 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def specpipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """`specpipe report` in a folder of its own, in this process, its run folder `out` there."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)  # composes a second time for it
-
-    def run(*words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["specpipe", "report", *words, "hydra.run.dir=out"])
-        capfd.readouterr()
-        try:
-            code = cli.main()
-        except SystemExit as stop:  # what Hydra's own flags do
-            code = stop.code
-        return Ran(code=code, **capfd.readouterr()._asdict())
-
-    return run
+def specpipe(specpipe: Run) -> Run:
+    """`specpipe report`, its run folder `out`."""
+    return lambda *words: specpipe("report", *words, "hydra.run.dir=out")
 
 
 def decoded(proposer: str = "ngram", **changed: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from omegaconf import DictConfig
 
-from specpipe.commands.parts import INTERRUPTED, put_away
+from specpipe.commands.parts import ending
 from specpipe.config import build, plain
 from specpipe.errors import choice, integer
 from specpipe.report.training import training_page
@@ -103,8 +103,8 @@ class Fit:
         logger = TrackerLogger(tracker, self.folder)
         kept: dict[str, Any] = {"dirpath": self.folder / CHECKPOINTS, "enable_version_counter": False}
         best = ModelCheckpoint(filename=BEST, monitor=self.monitor, mode="max", **kept)
-        last = ModelCheckpoint(filename=LAST, every_n_train_steps=self.config.save_every, **kept)
-        callbacks: list[Callback] = [self.ledger, logger, best, last]
+        latest = ModelCheckpoint(filename=LAST, every_n_train_steps=self.config.save_every, **kept)
+        callbacks: list[Callback] = [self.ledger, logger, best, latest]
         progress = sys.stderr.isatty()
         trainer = build(self.config.trainer, "trainer", callbacks=callbacks, logger=logger, progress=progress)
         if trainer.global_rank:
@@ -114,8 +114,12 @@ class Fit:
         resumed = brought_over(checkpoint, self.folder)
         tracker.start("train", self.settled, self.folder, resume=wandb_run(resumed))
         self.ledger.wandb = tracker.run_id
-        code = 1
-        try:
+
+        def last() -> None:
+            folder.write("report.html", training_page(folder.result))
+            tracker.log_page(self.folder / "report.html")
+
+        with ending(folder, tracker, note, done=(0, DISAGREES), last=last) as end:
             self._fit(trainer, best, resumed)
             draft = self._saved()
             folder.put(curves=logger.points, artifact=str(draft))
@@ -124,15 +128,8 @@ class Fit:
             agreement = self._decoded(draft)
             folder.put(check=vars(agreement) | {"holds": agreement.holds})
             self._tell(agreement, draft)
-            code = 0 if agreement.holds else DISAGREES
-        except KeyboardInterrupt:
-            code = INTERRUPTED
-            raise
-        finally:
-            folder.write("report.html", training_page(folder.result))
-            tracker.log_page(self.folder / "report.html")
-            code = put_away(folder, tracker, note, code, done=code in (0, DISAGREES))
-        return code
+            end.code = 0 if agreement.holds else DISAGREES
+        return end.code
 
     def _fit(self, trainer: lightning.Trainer, best: ModelCheckpoint, resumed: Path | None) -> None:
         """Train, and end with the weights that have the highest tau, not always the last ones."""

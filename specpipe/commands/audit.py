@@ -23,22 +23,14 @@ from specpipe.audit.proposals import ProposerLaw, Watched
 from specpipe.audit.reading import Answer
 from specpipe.audit.sampled import SampledLaw
 from specpipe.audit.terminal import AuditView
-from specpipe.commands.parts import (
-    INTERRUPTED,
-    OUTPUT_CLOSED,
-    another_proposer,
-    build_pipeline,
-    chosen_prompts,
-    head,
-    put_away,
-)
+from specpipe.commands.parts import another_proposer, build_pipeline, chosen_prompts, ending, head
 from specpipe.config import build, plain
 from specpipe.console import OutputClosed
 from specpipe.errors import ContractError, UserError
 from specpipe.pipeline import Pipeline
 from specpipe.proposers import Proposer
 from specpipe.report.audit import audit_page
-from specpipe.results import RunFolder, undisturbed
+from specpipe.results import RunFolder
 from specpipe.sequence import Sequence
 from specpipe.stats import completion, summarise
 
@@ -85,35 +77,35 @@ def run(config: DictConfig) -> int:
     folder = RunFolder(Path(hydra.output_dir), constant, audit.summary)
     tracker.start("audit", settled, folder.folder)
     view = AuditView()
-    code = CRASHED
-    try:
-        findings: list[Finding] = []
-        for finding in audit.findings(view):
-            findings.append(finding)
-            folder.put(tests=[each.record() for each in findings])
-            view.finding(finding)
-        word, reasons = verdict(findings)
-        folder.put(verdict=word, reasons=reasons)
-        view.verdict(word)
-        code = EXIT_CODES[word]
-    except OutputClosed:
-        code = OUTPUT_CLOSED
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-        raise
-    except (UserError, FloatingPointError):
-        code = WRONG_INPUT
-        raise
-    except Exception:  # Python's own exit code for a crash says `biased` here
-        traceback.print_exc()
-    finally:
-        with undisturbed():
-            _keep(audit, folder)
-        done = code in EXIT_CODES.values()
-        code = put_away(folder, tracker, view.note, code, done=done)
-        if done:
-            view.note(f"page:   {folder.folder / 'report.html'}")
-    return code
+    codes = EXIT_CODES.values()
+    with ending(folder, tracker, view.note, crashed=CRASHED, done=codes, last=lambda: _keep(audit, folder)) as end:
+        try:
+            word = _judged(audit, folder, view)
+        except OutputClosed:
+            raise
+        except (UserError, FloatingPointError):
+            end.code = WRONG_INPUT
+            raise
+        except Exception:  # Python's own exit code for a crash says `biased` here
+            traceback.print_exc()
+        else:
+            end.code = EXIT_CODES[word]
+    if end.code in codes:
+        view.note(f"page:   {folder.folder / 'report.html'}")
+    return end.code
+
+
+def _judged(audit: ForeignAudit | PipelineAudit, folder: RunFolder, view: AuditView) -> str:
+    """The verdict, each finding shown and kept as it comes."""
+    findings: list[Finding] = []
+    for finding in audit.findings(view):
+        findings.append(finding)
+        folder.put(tests=[each.record() for each in findings])
+        view.finding(finding)
+    word, reasons = verdict(findings)
+    folder.put(verdict=word, reasons=reasons)
+    view.verdict(word)
+    return word
 
 
 def _foreign(path: str) -> list[tuple[str, Answer]]:

@@ -17,9 +17,8 @@ from specpipe.bench.grid import PLAIN, Cell, Grid, Setting
 from specpipe.bench.record import FILE, Decoded, Record, Round
 from specpipe.bench.rounds import Bench, Runner, named_prompts
 from specpipe.bench.terminal import BenchView
-from specpipe.commands.parts import INTERRUPTED, OUTPUT_CLOSED, build_pipeline, chosen_prompts, head, put_away
+from specpipe.commands.parts import build_pipeline, chosen_prompts, ending, head
 from specpipe.config import build, plain
-from specpipe.console import OutputClosed
 from specpipe.draft_length import Fixed
 from specpipe.errors import UserError
 from specpipe.paths import from_start
@@ -27,7 +26,7 @@ from specpipe.pipeline import Pipeline
 from specpipe.prompts import Prompts
 from specpipe.proposers.none import NoProposer
 from specpipe.report.bench import bench_page
-from specpipe.results import RunFolder, peak_memory, read_result, undisturbed
+from specpipe.results import RunFolder, peak_memory, read_result
 from specpipe.theory import speedup
 
 PAGE = "report.html"
@@ -59,8 +58,14 @@ def run(config: DictConfig) -> int:
     foretold = config.predict and isinstance(base.draft_length, Fixed)  # other lengths depend on the clock
     listened = len({setting.temperature for setting in grid.settings}) * len(asked.texts) if foretold else 0
     view = BenchView(sum(map(bench.stretches, bench.rounds)) + listened)
-    code = 1
-    try:
+
+    def last() -> None:
+        record.close()
+        out.put(**figures.refresh())
+        out.write(PAGE, bench_page(out.result))
+        tracker.log_page(out.folder / PAGE)
+
+    with ending(out, tracker, view.note, done=(0, NOT_REPRODUCED), last=last) as end:
         if config.resume is not None:
             record.take_over(from_start(config.resume) / FILE)
         with view:
@@ -75,20 +80,8 @@ def run(config: DictConfig) -> int:
                 figures.guesses = _overheard(bench, grid, asked, view)
         out.put(**figures.refresh())
         view.result(out.result)
-        code = _reproduced(out.result, view)
-    except OutputClosed:
-        code = OUTPUT_CLOSED
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-        raise
-    finally:
-        with undisturbed():
-            record.close()
-            out.put(**figures.refresh())
-            out.write(PAGE, bench_page(out.result))
-            tracker.log_page(out.folder / PAGE)
-        code = put_away(out, tracker, view.note, code, done=code in (0, NOT_REPRODUCED))
-    return code
+        end.code = _reproduced(out.result, view)
+    return end.code
 
 
 def _measure(bench: Bench, round_: Round, view: BenchView) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from specpipe.commands.parts import put_away
+from specpipe.commands.parts import ending
 from specpipe.config import plain
 from specpipe.errors import UserError, one_line
 from specpipe.results import RunFolder
@@ -35,14 +35,11 @@ def run(config: DictConfig) -> int:
         Path(HydraConfig.get().runtime.output_dir), {"command": "dashboard", "config": settled}, lambda: saved
     )
     folder.write(SPEC, json.dumps(spec, indent=2))
-    code = 1
-    try:
+    with ending(folder, NoRun(), _note) as end:
         saved["url"] = _save(made, settled["entity"], folder.folder)
         print(saved["url"])
-        code = 0
-    finally:
-        code = put_away(folder, NoRun(), _note, code, done=code == 0)
-    return code
+        end.code = 0
+    return end.code
 
 
 def _made(settled: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -12,9 +12,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from specpipe.commands.parts import INTERRUPTED, OUTPUT_CLOSED, build_pipeline, chosen_prompts, head, put_away
+from specpipe.commands.parts import build_pipeline, chosen_prompts, ending, head
 from specpipe.config import build, plain
-from specpipe.console import OutputClosed
 from specpipe.pipeline import Pipeline
 from specpipe.report.trace import TracedRequest, trace_page
 from specpipe.results import RunFolder, undisturbed
@@ -42,8 +41,7 @@ def run(config: DictConfig) -> int:
     tracker.start("decode", settled, folder.folder)
     book = _Book(pipeline, requests, folder, trace=config.trace)
     view = DecodeView(len(requests))
-    code = 1
-    try:
+    with ending(folder, tracker, view.note, last=book.page) as end:
         with view:
             decoded = _one_by_one if config.batch_size == 1 else _together
             for number, record in decoded(pipeline, requests, config.batch_size, book, view):
@@ -54,20 +52,10 @@ def run(config: DictConfig) -> int:
             view.note(note)
         if unanswered := sum(request.does_not_fit for request in requests.made()):
             view.note(f"note: no room in the target's context for later turns: {unanswered} have no answer")
-        code = 0
-    except OutputClosed:
-        code = OUTPUT_CLOSED
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-        raise
-    finally:
-        done = code == 0
-        with undisturbed():
-            book.page()
-        code = put_away(folder, tracker, view.note, code, done=done)
-        if done and config.trace:
-            view.note(f"trace:  {folder.folder / TRACE_PAGE}")
-    return code
+        end.code = 0
+    if end.code == 0 and config.trace:
+        view.note(f"trace:  {folder.folder / TRACE_PAGE}")
+    return end.code
 
 
 class _Book:

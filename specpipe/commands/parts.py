@@ -5,7 +5,9 @@ Pulls in the models' libraries only when a pipeline is built: commands without o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -13,6 +15,7 @@ from omegaconf import DictConfig
 
 from specpipe import prompts
 from specpipe.config import build
+from specpipe.console import OutputClosed
 from specpipe.errors import UserError
 from specpipe.prompts import Prompts
 from specpipe.results import RunFolder, undisturbed
@@ -87,17 +90,48 @@ def head(command: str, pipeline: Pipeline, config: dict[str, Any], choices: Mapp
     }
 
 
-def put_away(folder: RunFolder, tracker: Any, note: Callable[[str], None], code: int, done: bool) -> int:
-    """Save what there is, however the run ended; the exit code, which is not 0 if something could not be saved.
+@dataclass
+class Ending:
+    """How a run ends: the exit code, as far as it is known."""
 
-    `done`: the run came to its end, so that its result is worth pointing at.
+    code: int
+
+
+@contextmanager
+def ending(
+    folder: RunFolder,
+    tracker: Any,
+    note: Callable[[str], None],
+    *,
+    crashed: int = 1,
+    done: Collection[int] = (0,),
+    last: Callable[[], None] = lambda: None,
+) -> Iterator[Ending]:
+    """What a command does once its folder is there: however that ends, what there is is saved.
+
+    The command sets the code when it knows it. Afterwards it is not 0 if something could not be saved.
+
+    Args:
+        crashed: the code until then.
+        done: codes of runs that came to their end, so that the result is worth pointing at.
+        last: writes what is made of the whole result, such as its page.
     """
-    with undisturbed():
-        problem = folder.finish()
-    if problem:
-        note(f"specpipe: {problem}")
-        code = code or NOT_SAVED
-    elif done:
-        note(f"result: {folder.folder / 'result.json'}")
-    tracker.finish(folder.result, code)
-    return code
+    end = Ending(crashed)
+    try:
+        yield end
+    except OutputClosed:
+        end.code = OUTPUT_CLOSED
+    except KeyboardInterrupt:
+        end.code = INTERRUPTED
+        raise
+    finally:
+        with undisturbed():
+            last()
+            problem = folder.finish()
+        if problem:
+            note(f"specpipe: {problem}")
+        elif end.code in done:
+            note(f"result: {folder.folder / 'result.json'}")
+        if problem and not end.code:
+            end.code = NOT_SAVED
+        tracker.finish(folder.result, end.code)

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from specpipe import theory
 from specpipe.commands.measured import Measured, measured
-from specpipe.commands.parts import OUTPUT_CLOSED, put_away
+from specpipe.commands.parts import ending
 from specpipe.config import plain
-from specpipe.console import Console, OutputClosed, written
+from specpipe.console import Console, written
 from specpipe.errors import UserError, integer, number
 from specpipe.report.plan import combination_columns, curve_columns, drafted_share, plan_page
 from specpipe.results import RunFolder
@@ -44,8 +44,7 @@ def run(config: DictConfig) -> int:
     single = len(cells) == 1
     head |= cells[0] if single else {"cells": cells}
     folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), head, lambda: cells[0]["summary"] if single else {})
-    code = 1
-    try:
+    with ending(folder, NoRun(), _note) as end:
         folder.write("report.html", plan_page(folder.result))
         _show(cells, settled["max_gamma"])
         if source:
@@ -54,12 +53,8 @@ def run(config: DictConfig) -> int:
                     f"batch size {row['batch_size']}: best gamma {row['best_gamma']}, speedup {row['best_speedup']:.2f}"
                 )
             _note(f"note: {drafted_share(source.about['from'])}")
-        code = 0
-    except OutputClosed:
-        code = OUTPUT_CLOSED
-    finally:
-        code = put_away(folder, NoRun(), _note, code, done=code == 0)
-    return code
+        end.code = 0
+    return end.code
 
 
 def predictions(settled: Mapping[str, Any], source: Measured | None) -> list[Cell]:

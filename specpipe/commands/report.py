@@ -18,9 +18,9 @@ from omegaconf import DictConfig
 from rich.table import Table
 from rich.text import Text
 
-from specpipe.commands.parts import OUTPUT_CLOSED, put_away
+from specpipe.commands.parts import ending
 from specpipe.config import plain
-from specpipe.console import Console, OutputClosed, written
+from specpipe.console import Console, written
 from specpipe.errors import UserError
 from specpipe.paths import from_start
 from specpipe.report.comparison import comparison_page, mean, shown
@@ -54,19 +54,14 @@ def run(config: DictConfig) -> int:
         "warnings": list(warnings(runs)),
     }
     folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), head, dict)
-    code = 1
-    try:
+    with ending(folder, NoRun(), _note) as end:
         folder.write(PAGE, comparison_page(folder.result))
         _show(folder.result)
         for warning in head["warnings"]:
             _note(f"warning: {warning}")
         _note(f"report: {folder.folder / PAGE}")
-        code = 0
-    except OutputClosed:
-        code = OUTPUT_CLOSED
-    finally:
-        code = put_away(folder, NoRun(), _note, code, done=code == 0)
-    return code
+        end.code = 0
+    return end.code
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

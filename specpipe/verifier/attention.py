@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 NAME = "specpipe_grouped"
 WIDEST = 64  # tokens of a pass; in longer ones, which read prompts, the larger mask would cost more than the copy
@@ -51,12 +52,26 @@ def grouped(
     batch, heads, width, size = query.shape
     groups = key.shape[1]
     alike = attention_mask is not None and attention_mask.shape[1] == 1 and others.get("position_bias") is None
-    if heads == groups or not 1 < width <= WIDEST or not alike:
+    if heads == groups or width > WIDEST or not alike:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
     assert attention_mask is not None
     rows = query.reshape(batch, groups, -1, size)  # of a group's heads, one behind the other
-    mask = attention_mask.repeat(1, 1, heads // groups, 1)
+    mask = _of_groups(attention_mask, heads // groups, query.dtype)
     attended = F.scaled_dot_product_attention(rows, key, value, mask, dropout, scale=scaling)
     return attended.reshape(batch, heads, width, size).transpose(1, 2).contiguous(), None
+
+
+_made: Any = WeakTensorKeyDictionary()  # by the mask of a pass, which all its layers are given
+
+
+def _of_groups(mask: Tensor, times: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, times W, L]: the mask for each head of a group, as what is added to the scores; made once in a pass."""
+    made: Tensor | None = _made.get(mask)
+    if made is None or made.shape[2] != times * mask.shape[2] or made.dtype != dtype:
+        added = mask
+        if mask.dtype == torch.bool:
+            added = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        made = _made[mask] = added.to(dtype).repeat(1, 1, times, 1)
+    return made

@@ -8,6 +8,7 @@ from specpipe.draft import Draft
 from specpipe.errors import flag
 from specpipe.sequence import Sequence
 from specpipe.verifier.attention import group_queries
+from specpipe.verifier.fused import fuse_layers
 from specpipe.verifier.linear import pack_linears
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.support import plain_logits, refuse_unsupported, rehearse
@@ -20,6 +21,7 @@ class EagerVerifier:
     Args:
         target: the model whose law is kept.
         prepack: on a CPU, pack the linear layers' weights once (see `linear.py`); same results up to rounding.
+        fuse: where the architecture is known, run its layers in fewer operations (see `fused.py`); the same.
 
     `reader` holds what was read of each request, for proposers made of the target's own layers or for its states.
 
@@ -27,12 +29,13 @@ class EagerVerifier:
         UserError: if the target's layers cannot be rolled back.
     """
 
-    def __init__(self, target: Target, *, prepack: bool = True) -> None:
+    def __init__(self, target: Target, *, prepack: bool = True, fuse: bool = True) -> None:
         refuse_unsupported(target.model)
         expected = plain_logits(target.model)
         self.target = target
-        self.packed = pack_linears(target.model) if flag("prepack", prepack) else 0
         group_queries(target.model)
+        self.fused = flag("fuse", fuse) and fuse_layers(target.model)
+        self.packed = pack_linears(target.model) if flag("prepack", prepack) else 0
         rehearse(target.model, expected)
         self.reader = Reader(target.model)
         self.device = self.reader.device

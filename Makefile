@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format clean
+.PHONY: demo test check bench format clean
 
 demo: $(READY)
 	$(BIN)/python -m specpipe decode proposer=ngram
@@ -17,6 +17,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+bench: $(READY)
+	$(BIN)/python benchmarks/forward.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

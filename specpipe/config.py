@@ -82,6 +82,7 @@ class DecodeSchema(PipelineSchema):
 
     batch_size: int = _from(1, 1)
     trace: bool = False
+    profile: bool = False
 
 
 @dataclass

@@ -41,8 +41,8 @@ class Adaptive:
     For a length k it compares (1 + sum_{i<=k} P(N >= i)) / E[seconds of a pass that asks for k], tau(k) over its cost
     as in theory.md section 6. P(N >= i) is a product of the shares of tries in which place i was drafted and accepted,
     of the request itself and, as long as that has few tries, of the run; the seconds are medians of recent passes by
-    drafted tokens, weighted with how often the proposer has so many. All requests of a pass get one length, since the
-    pass is as wide as its longest draft.
+    drafted tokens on a machine of even speed, weighted with how often the proposer has so many. All requests of a pass
+    get one length, since the pass is as wide as its longest draft.
 
     At first lengths 0, 1, 2, 4, .. are each asked for, so that their costs are known. Every `probe_every` steps it is
     one token less than seems best, or one more if that could pay, in turn: a proposer that has become better is
@@ -189,25 +189,38 @@ def _mixed(share: Share, prior: float, weight: float) -> float:
     return (share.successes + weight * prior) / (share.tries + weight)
 
 
-LATEST = 15  # passes whose median is taken
+LATEST = 31  # passes whose median is taken
+LEVEL = 0.1  # share of what a pass took longer than its length usually does that is put down to the machine
+OUTLIER = 0.3  # of it, in logarithms, at most
 SLOPE = 0.1  # of a pass without drafts, for each drafted token, before it was measured
 
 
 class Costs:
-    """Seconds of a pass by its longest draft: medians of the latest ones, lines between and beyond those."""
+    """Seconds of a pass by its longest draft: medians of the latest ones, lines between and beyond those.
+
+    A machine that is slow for a while must not make the lengths look dear that happened to be tried then. So its speed
+    is followed too, by how long passes take beside the usual for their length, and each is kept as if it had been even.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[float]] = {}
+        self._seen: dict[int, deque[float]] = {}  # logarithms of seconds at an even speed
+        self._level = 0.0  # logarithm of how slow the machine is now
 
     def add(self, drafted: int, seconds: float) -> None:
-        self._seen.setdefault(drafted, deque(maxlen=LATEST)).append(seconds)
+        even = math.log(max(seconds, 1e-9)) - self._level
+        seen = self._seen.setdefault(drafted, deque(maxlen=LATEST))
+        if len(seen) >= TRIES:
+            change = LEVEL * max(-OUTLIER, min(OUTLIER, even - median(seen)))
+            self._level += change
+            even -= change
+        seen.append(even)
 
     def knows(self, drafted: int) -> bool:
         return drafted in self._seen
 
     def up_to(self, longest: int) -> list[float]:
-        """Expected seconds for 0 .. longest; in arbitrary units before any pass was measured."""
-        known = sorted((length, median(seen)) for length, seen in self._seen.items())
+        """Expected seconds for 0 .. longest at an even speed; in arbitrary units before any pass was measured."""
+        known = sorted((length, math.exp(median(seen))) for length, seen in self._seen.items())
         return [_on_line(known or [(0, 1.0)], drafted) for drafted in range(longest + 1)]
 
 

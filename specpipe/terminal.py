@@ -11,6 +11,7 @@ import contextlib
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -106,6 +107,21 @@ class DecodeView:
         length = counts["mean_acceptance_length"]
         if length is not None and length < HARDLY_ACCEPTED:
             self.note(f"warning: hardly any draft was accepted ({length:.2f} tokens per step)")
+
+    def profile(self, profile: Mapping[str, Any]) -> None:
+        """Two small tables of what `Profiler.summary` gives."""
+        if not profile:
+            self.note("profile: nothing was recorded, the run had too few steps")
+            return
+        split = Table("part", "ms a step", "between operations", box=None, title_justify="left")
+        for part in profile["parts"]:
+            split.add_row(part["name"], f"{part['ms']:.2f}", f"{part['between_operations_ms']:.2f}")
+        most = Table("operation", "ms a step", "calls", box=None)
+        for each in profile["operations"]:
+            most.add_row(each["name"], f"{each.get('device_ms', each['ms']):.2f}", f"{each['calls']:.0f}")
+        self.note(f"\nprofile of {profile['steps']} steps, recording included")
+        self._err.print(split)
+        self._err.print(most)
 
     def note(self, line: str) -> None:
         """One line beside the text. Where it is too long the terminal wraps it, so that it copies as one."""

@@ -181,6 +181,16 @@ def test_another_config_does_not_go_on_with_a_run(bench: Any) -> None:
     assert said.err == "specpipe: proposers: is not that of 'run'; a bench goes on with its own config.\n"
 
 
+def test_a_cell_is_one_line_of_the_table(bench: Any) -> None:
+    """Piped, however many columns there are."""
+    code, _, said = bench("proposers=[ngram]", "sweep.temperature=[0,1]", "sweep.batch_size=[1,2]")
+    assert code == 0
+    lines = said.out.splitlines()
+    assert lines[0].split()[-2:] == ["alpha", "c"]
+    assert [line.split()[0] for line in lines[1:9]] == ["none", "ngram"] * 4
+    assert lines[9] == ""
+
+
 def test_generate_of_hugging_face_is_a_row_of_the_same_table(bench: Any) -> None:
     code, result, _ = bench(
         "proposers=[ngram]", "peers=[hf]", "repeats=1", "predict=false", "generation.ignore_eos=true"

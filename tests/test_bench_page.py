@@ -19,7 +19,7 @@ from markupsafe import Markup
 from specpipe.report import charts
 from specpipe.report.bench import NOTHING, bench_page
 from specpipe.report.bench_charts import PARTS, View
-from specpipe.report.charts import COLOURS, GREY, Point, crossings, looks
+from specpipe.report.charts import COLOURS, GREY, Look, Point, Series, crossings, looks
 from specpipe.report.page import ABSENT
 from tests.test_report import Reader
 
@@ -705,3 +705,14 @@ def test_the_table_sorts_and_says_so(seen: dict[str, Any]) -> None:
     assert seen["up"] == [known[::-1] + absent, ["ascending"]]
     assert seen["words"] == [sorted(seen["before"][0]), ["ascending"]]
     assert seen["tab"]
+
+
+def test_an_interval_of_few_prompts_leaves_room_for_the_bars() -> None:
+    """Of two prompts it reaches far beyond anything: it is cut off at the chart's edge, and the caption says so."""
+    points = [Point("a", 1.5, 0.2, 300.0, ""), Point("b", 1.2, 1.1, 1.3, "")]
+    figure = charts.bars([Series("ngram", Look("black"), points)], ["a", "b"], "speedup", level=1)
+    start, end = figure.layout.xaxis.range
+    assert start == 0
+    assert 1.5 < end < 2
+    whole = charts.bars([Series("ngram", Look("black"), points[1:])], ["b"], "speedup", level=2)
+    assert 2 < whole.layout.xaxis.range[1] < 2.2

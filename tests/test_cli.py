@@ -88,7 +88,7 @@ REFUSED = {
     "proposer=none,ngram": ["proposer: 'none,ngram'", "-m"],
     "proposer._target_=nowhere.Mine": ["proposer._target_: 'nowhere.Mine' cannot be imported"],
     "proposer._target_=os.sep": ["proposer._target_: 'os.sep' is a str, which cannot be called."],
-    "experiment=foo": ["experiment: no option 'foo'; there are greedy_float32"],
+    "experiment=foo": ["experiment: no option 'foo'; there are bench_batches"],
     "--config-dir nowhere": ["nowhere' not found"],
     "--config-name foo": ["'foo'"],
     "--resolve": ["--resolve"],

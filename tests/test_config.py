@@ -69,6 +69,7 @@ def test_option_composes_with_every_command_that_has_its_group(file: Path) -> No
 
 EXPERIMENTS = sorted(Path(CONF, "experiment").glob("*.yaml"))
 TRAINING = [file for file in EXPERIMENTS if "\ntrainer:" in file.read_text()]
+BENCHES = [file for file in EXPERIMENTS if "\nproposers:" in file.read_text()]
 
 
 @pytest.mark.parametrize("file", TRAINING, ids=named)
@@ -80,7 +81,16 @@ def test_training_experiment_only_overrides_and_gives_way_to_the_command_line(fi
     assert (told.trainer.max_steps, "layers" in told.student) == (3, True)
 
 
-@pytest.mark.parametrize("file", [file for file in EXPERIMENTS if file not in TRAINING], ids=named)
+@pytest.mark.parametrize("file", BENCHES, ids=named)
+def test_bench_experiment_only_overrides_and_gives_way_to_the_command_line(file: Path) -> None:
+    assert file.read_text().startswith("# @package _global_\n")
+    words = [f"experiment={file.stem}", "prompts.path=x.jsonl"]
+    assert compose("bench", words).proposers != compose("bench", []).proposers
+    told = compose("bench", [*words, "proposers=[table]", "prompts.per_category=7", "sweep.temperature=null"])
+    assert (told.proposers, told.prompts.per_category, told.sweep.temperature) == (["table"], 7, None)
+
+
+@pytest.mark.parametrize("file", [file for file in EXPERIMENTS if file not in (*TRAINING, *BENCHES)], ids=named)
 def test_experiment_only_overrides_and_gives_way_to_the_command_line(file: Path) -> None:
     assert file.read_text().startswith("# @package _global_\n")
     config = compose("decode", [f"experiment={file.stem}"])

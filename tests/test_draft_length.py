@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import specpipe
 from specpipe.audit.exact import largest_difference, output_law, target_law
 from specpipe.audit.tables import FixedProposer, TableProposer, table
 from specpipe.chance import Chance
-from specpipe.draft_length import Adaptive, Costs, Fixed
+from specpipe.draft_length import LEVEL, OUTLIER, Adaptive, Costs, Fixed
 from specpipe.errors import ContractError, UserError
 from specpipe.sequence import Sequence, Step
 from specpipe.settings import GenerationSettings
@@ -115,9 +116,26 @@ def test_costs_are_medians_with_lines_between() -> None:
     for seconds in (1.0, 1.0, 50.0):
         costs.add(0, seconds)
     costs.add(4, 2.0)
-    assert costs.up_to(4) == [1.0, 1.25, 1.5, 1.75, 2.0]
+    assert costs.up_to(4) == pytest.approx([1.0, 1.25, 1.5, 1.75, 2.0], rel=LEVEL * OUTLIER)
     assert costs.up_to(8)[8] > 2.0
     assert sorted(Costs().up_to(3)) == Costs().up_to(3)  # nothing measured: each token costs something
+
+
+def test_a_machine_that_is_slow_for_a_while_does_not_make_a_length_dear() -> None:
+    """Length 4 costs twice as much as none, and is tried for longer while everything takes half as long again."""
+    costs, plain = Costs(), Costs()
+    for _ in range(20):
+        for drafted, seconds in ((0, 1.0), (4, 2.0)):
+            costs.add(drafted, seconds)
+            plain.add(drafted, seconds)
+    for i in range(60):
+        drafted = 0 if i % 8 == 0 else 4
+        costs.add(drafted, 1.5 * (1.0 if drafted == 0 else 2.0))
+    none, _, _, _, four = costs.up_to(4)
+    assert four / none == pytest.approx(2.0, rel=0.08)
+    assert plain.up_to(4)[4] == pytest.approx(2.0)
+    medians = {k: median([s] * 20 + [1.5 * s] * n) for k, s, n in ((0, 1.0, 8), (4, 2.0, 52))}
+    assert medians[4] / medians[0] > 2.5  # what medians of the seconds themselves would have said
 
 
 @pytest.mark.parametrize("policy", [Adaptive(), Adaptive(probe_every=2)])

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits."""
+"""Linear layers packed, and in 8 bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from specpipe.verifier.linear import ROWS, Int8Linear, pack_linears, packed, plain_weight, quantize_linears
+from specpipe.verifier.linear import (
+    ROWS,
+    HalfLinear,
+    Int8Linear,
+    pack_linears,
+    packed,
+    plain_weight,
+    quantize_linears,
+)
 
 IN, OUT = 96, 80
 
@@ -93,3 +101,27 @@ def test_a_packed_weight_can_be_had_back(dtype: torch.dtype, size: float) -> Non
     assert (made is plain) == (dtype == torch.float16)
     assert plain_weight(made).dtype == dtype
     assert torch.equal(plain_weight(made), plain.weight)
+
+
+@pytest.mark.skipif(torch.backends.quantized.engine not in ("fbgemm", "x86"), reason="needs FBGEMM")
+@pytest.mark.parametrize("rows", [1, 2, 6, 33])
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_float32_weights_that_were_bfloat16_keep_two_bytes_and_float32_sums(rows: int, size: float) -> None:
+    plain = layer()
+    plain.weight *= size
+    plain = plain.float()
+    made = packed(plain)
+    assert isinstance(made, HalfLinear)
+    x = torch.randn(1, rows, IN)
+    wanted = x.double() @ plain.weight.double().T
+    got = made(x)
+    assert got.dtype == torch.float32
+    assert (got.double() - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    if size < 1:  # without a power of two they would have lost digits
+        wrong = x.double() @ plain.weight.half().double().T
+        assert (wrong - wanted).abs().max() > 1e-3 * wanted.abs().max()
+
+
+def test_float32_weights_of_their_own_are_not_rounded() -> None:
+    plain = torch.nn.Linear(IN, OUT).requires_grad_(False)
+    assert not isinstance(packed(plain), HalfLinear)

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from specpipe.chance import Chance
 from specpipe.distribution import probabilities
+from specpipe.draft import Draft
 from specpipe.errors import UserError
+from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
+from specpipe.verifier.reader import Reader
 from specpipe.verifier.targets import Target, tiny
 from train import generate
 from train.generate import Corpus, TargetText, in_validation, of_similar_length, refuse_other_heads
@@ -311,9 +314,32 @@ def test_a_side_without_prompts_is_refused(tmp_path: Path) -> None:
 
 def test_passes_over_prompts_have_little_padding() -> None:
     widths, text = [3, 3, 3, 4, 9, 10, 200, *[1000] * 7, 4000, 5000], TargetText()
-    answers = [generate._Answer([1] * width, 0, text) for width in widths]
-    groups = [[each.sequence.prompt_length for each in group] for group in of_similar_length(answers)]
+    families = [[generate._Answer([1] * width, 0, text)] for width in widths]
+    groups = [[family[0].sequence.prompt_length for family in group] for group in of_similar_length(families)]
     assert groups == [[3, 3, 3], [4], [9, 10], [200], [1000] * 4, [1000] * 3, [4000], [5000]]
+
+
+def test_a_prompt_is_read_once_for_all_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others then write is theirs: the text of one temperature is the one that it has alone."""
+    begun: list[tuple[int, ...]] = []
+    read = Reader.read
+
+    def noted(self: Reader, sequences: list[Sequence], draft: Draft) -> list[torch.Tensor]:
+        begun.extend(tuple(each.tokens) for each in sequences if not each.new_tokens)
+        return read(self, sequences, draft)
+
+    monkeypatch.setattr(Reader, "read", noted)
+    together = written(tmp_path / "together", temperatures=[0.0, 1.0, 0.7], rows=7)
+    documents = documents_of(together)
+    prompts = {tuple(each.ids[: each.prompt].tolist()) for each in documents}
+    assert len(documents) == 3 * len(prompts)
+    assert sorted(ids for ids in begun if ids in prompts) == sorted(prompts)  # the others are the verifier's rehearsal
+    for each in documents_of(written(tmp_path / "alone", temperatures=[0.0])):
+        assert any(torch.equal(each.ids, other.ids) for other in documents if other.temperature == 0)
+
+
+def documents_of(corpus: Corpus) -> list[Document]:
+    return [text[i] for text in (corpus.train, corpus.val) for i in range(len(text))]
 
 
 # ---- one folder, several runs ----

@@ -339,5 +339,39 @@ def test_float64_models_are_left_alone() -> None:
 
 def test_prepack_changes_what_runs() -> None:
     """C45."""
-    assert EagerVerifier(tiny(device="cpu")).packed > 0 or not torch.backends.mkldnn.is_available()
-    assert EagerVerifier(tiny(device="cpu"), prepack=False).packed == 0
+    assert EagerVerifier(tiny(device="cpu")).prepared.packed > 0 or not torch.backends.mkldnn.is_available()
+    assert EagerVerifier(tiny(device="cpu"), prepack=False).prepared.packed == 0
+
+
+# ---- long texts ----
+
+
+@pytest.mark.parametrize("piece", [1, 3, 5])
+@pytest.mark.parametrize("kind", [("Llama", {}), ("Mistral", {"sliding_window": 3})])
+def test_a_long_text_is_read_in_pieces_with_the_same_logits(
+    piece: int, kind: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a short one, and again behind a roll-back: padding and pieces change nothing."""
+
+    def rows() -> list[torch.Tensor]:
+        read = Reader(small(kind[0], **kind[1]))
+        texts = [
+            Sequence(prompt, GenerationSettings(max_new_tokens=30), chance=Chance(0))
+            for prompt in ([5, 9, 3, 20, 7, 8, 8, 1, 30, 2, 11], [8, 4])
+        ]
+        seen = read.read(texts, Draft.of([[3], []], read.device))
+        texts[0].commit([6], 1, [])
+        texts[1].commit([7], 0, [])
+        read.cut(texts[0], 4)
+        return [*seen, *read.read(texts, Draft.of([[], [1, 2]], read.device))]
+
+    whole, widths = rows(), []
+    monkeypatch.setattr("specpipe.verifier.reader.PIECE", piece)
+    forward = Reader._forward
+    monkeypatch.setattr(
+        Reader, "_forward", lambda self, ids, *rest: widths.append(ids.shape[1]) or forward(self, ids, *rest)
+    )
+    for ours, plain in zip(rows(), whole, strict=True):
+        assert (ours - plain).abs().max() < 1e-10
+    assert max(widths) <= piece + 2  # the last piece, and a draft behind it
+    assert len(widths) > 2

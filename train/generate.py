@@ -264,15 +264,19 @@ class Writer:
     def answers(self, prompts: list[list[int]]) -> Iterator[Document]:
         """A document for each prompt and temperature, batches of similar length together."""
         numbers = range(len(self._text.temperatures))
-        asked = [_Answer(ids, index, self._text) for ids in sorted(prompts, key=len) for index in numbers]
-        for at in range(0, len(asked), self._text.rows):
-            yield from self._batch(asked[at : at + self._text.rows])
+        asked = [[_Answer(ids, index, self._text) for index in numbers] for ids in sorted(prompts, key=len)]
+        size = max(1, self._text.rows // len(numbers))
+        for at in range(0, len(asked), size):
+            yield from self._batch(asked[at : at + size])
 
-    def _batch(self, answers: list[_Answer]) -> Iterator[Document]:
+    def _batch(self, families: list[list[_Answer]]) -> Iterator[Document]:
+        """The answers to some prompts; a family is those to one prompt."""
         start = time.monotonic()
-        for group in of_similar_length(answers):  # reads the prompts
-            self._step(group)
-        going = answers
+        for group in of_similar_length(families):
+            self._begin(group)
+        copies = [(family[0].sequence, answer.sequence) for family in families for answer in family[1:]]
+        self._reader.copy_rows(copies)
+        answers = going = list(itertools.chain.from_iterable(families))
         while going:
             self._step(going)
             ended = [answer.has_ended(self._eos) for answer in going]
@@ -285,16 +289,26 @@ class Writer:
         self._tokens += sum(len(document.states) for document in documents)
         yield from documents
 
+    def _begin(self, families: list[list[_Answer]]) -> None:
+        """The first token of each answer. A prompt is read once, for the first of its family."""
+        self._write([family[0] for family in families], families)
+
     def _step(self, going: list[_Answer]) -> None:
         """One more token for each. Those that have ended go on until they are let go; what they write is cut off."""
-        rows = self._reader.read([answer.sequence for answer in going], Draft.of([[] for _ in going]))
+        self._write(going, [[answer] for answer in going])
+
+    def _write(self, read: list[_Answer], families: list[list[_Answer]]) -> None:
+        """Read on in some answers; each of a family draws its next token from the law behind the one that was read."""
+        rows = self._reader.read([answer.sequence for answer in read], Draft.of([[] for _ in read]))
         logits = torch.cat(rows)  # [B, V]
         logz = logits.float().logsumexp(-1)
-        for answer, row, total in zip(going, logits, logz, strict=True):
-            answer.take(row, total)
-            state = self._reader.state(answer.sequence)
+        for first, family, row, total in zip(read, families, logits, logz, strict=True):
+            for answer in family:
+                answer.take(row, total)
+            state = self._reader.state(first.sequence)
             assert state is not None  # it was read a moment ago
-            answer.states.append(state)
+            for answer in family:
+                answer.states.append(state)
 
 
 class _Answer:
@@ -329,15 +343,15 @@ class _Answer:
         return Document(ids, self.sequence.prompt_length, states, logz, self.temperature)
 
 
-def of_similar_length(answers: list[_Answer]) -> Iterator[list[_Answer]]:
-    """Answers, ascending by length of the prompt, in groups that are read in one pass with little padding."""
-    group: list[_Answer] = []
-    for answer in answers:
-        width = answer.sequence.prompt_length
-        if group and (width * (len(group) + 1) > PASS or width > PADDING * group[0].sequence.prompt_length):
+def of_similar_length(families: list[list[_Answer]]) -> Iterator[list[list[_Answer]]]:
+    """Families, ascending by length of the prompt, in groups whose prompts are read in one pass with little padding."""
+    group: list[list[_Answer]] = []
+    for family in families:
+        width = family[0].sequence.prompt_length
+        if group and (width * (len(group) + 1) > PASS or width > PADDING * group[0][0].sequence.prompt_length):
             yield group
             group = []
-        group.append(answer)
+        group.append(family)
     yield group
 
 

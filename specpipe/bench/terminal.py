@@ -29,6 +29,7 @@ COLUMNS = (
 )
 TONES = {True: "green", False: "red", None: ""}
 LINE_EVERY_S = 60.0  # where no bar can be drawn
+WIDE = 120  # columns for all there is to say; narrower terminals are told less, so that no line breaks
 
 
 class BenchView:
@@ -88,8 +89,10 @@ class BenchView:
             OutputClosed: when the reader of the output has gone.
         """
         console = Console(file=sys.stdout, highlight=False)
+        if not console.is_terminal:
+            console.width = max(console.width, WIDE)
         with console.capture() as capture:
-            console.print(_table(result["cells"]))
+            console.print(_table(result["cells"], intervals=console.width >= WIDE))
             console.print()
             console.print(Text(result["summary"]["answer"]), soft_wrap=True)
         with written(sys.stdout):
@@ -101,9 +104,10 @@ class BenchView:
         self._console.print(Text(line), soft_wrap=True)
 
 
-def _table(cells: Iterable[Mapping[str, Any]]) -> Table:
+def _table(cells: Iterable[Mapping[str, Any]], *, intervals: bool) -> Table:
+    """A row for each cell; `intervals`: there is room for that of alpha too."""
     cells = list(cells)
-    rows = [_row(cell) for cell in cells]
+    rows = [_row(cell, intervals) for cell in cells]
     same = {i for i in range(len(COLUMNS)) if 1 <= i <= 4 and len({row[i] for row in rows if row[i] != "-"}) < 2}
     kept = [i for i in range(len(COLUMNS)) if i not in same]
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -116,11 +120,11 @@ def _table(cells: Iterable[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _row(cell: Mapping[str, Any]) -> list[str]:
+def _row(cell: Mapping[str, Any], intervals: bool) -> list[str]:
     summary = cell["summary"]
     alpha = summary["alpha"]
     covered = "-" if alpha["mean"] is None else f"{alpha['mean']:.3f}"
-    if alpha["low"] is not None:
+    if intervals and alpha["low"] is not None:
         covered += f" [{alpha['low']:.2f}, {alpha['high']:.2f}]"
     return [
         cell["proposer"],

@@ -15,6 +15,8 @@ from omegaconf import DictConfig
 from specpipe.commands.parts import build_pipeline, chosen_prompts, ending, head
 from specpipe.config import build, plain
 from specpipe.pipeline import Pipeline
+from specpipe.profiling import FILE as PROFILE
+from specpipe.profiling import Profiler
 from specpipe.report.trace import TracedRequest, trace_page
 from specpipe.results import RunFolder, undisturbed
 from specpipe.sequence import Step
@@ -39,9 +41,10 @@ def run(config: DictConfig) -> int:
     summary = partial(_summary, pipeline, requests)
     folder = RunFolder(Path(hydra.output_dir), constant, summary, trace=config.trace)
     tracker.start("decode", settled, folder.folder)
-    book = _Book(pipeline, requests, folder, trace=config.trace)
+    profiler = Profiler(pipeline.verifier.device) if config.profile else None
+    book = _Book(pipeline, requests, folder, trace=config.trace, profiler=profiler)
     view = DecodeView(len(requests))
-    with ending(folder, tracker, view.note, last=book.page) as end:
+    with ending(folder, tracker, view.note, last=book.close) as end:
         with view:
             decoded = _one_by_one if config.batch_size == 1 else _together
             for number, record in decoded(pipeline, requests, config.batch_size, book, view):
@@ -53,21 +56,32 @@ def run(config: DictConfig) -> int:
         if unanswered := sum(request.does_not_fit for request in requests.made()):
             view.note(f"note: no room in the target's context for later turns: {unanswered} have no answer")
         end.code = 0
-    if end.code == 0 and config.trace:
-        view.note(f"trace:  {folder.folder / TRACE_PAGE}")
+    if end.code == 0 and profiler:
+        view.profile(folder.result["profile"])
+    for wanted, name in ((config.trace, TRACE_PAGE), (profiler and profiler.steps, PROFILE)):
+        if end.code == 0 and wanted:
+            view.note(f"{name.partition('.')[0] + ':':<7} {folder.folder / name}")
     return end.code
 
 
 class _Book:
     """Enters what was decoded in the run folder: steps, records of requests and, of a traced run, the page of both."""
 
-    def __init__(self, pipeline: Pipeline, requests: Requests, folder: RunFolder, *, trace: bool) -> None:
-        self._pipeline, self._requests, self._folder = pipeline, requests, folder
+    def __init__(
+        self, pipeline: Pipeline, requests: Requests, folder: RunFolder, *, trace: bool, profiler: Profiler | None
+    ) -> None:
+        self._pipeline, self._requests, self._folder, self._profiler = pipeline, requests, folder, profiler
         self._traced: list[TracedRequest] | None = [] if trace else None
+        self._rows = 0
 
     def step(self, number: int, index: int, step: Step) -> None:
         """A request's step, its `index`th."""
         self._folder.step(number, index, step)
+        self._rows += 1
+        if self._rows == step.rows:  # of one pass
+            self._rows = 0
+            if self._profiler:
+                self._profiler.step()
 
     def request(self, request: Request) -> dict[str, Any]:
         """A finished or interrupted request; its record."""
@@ -79,8 +93,12 @@ class _Book:
             self._traced.append(TracedRequest.of(record, sequence, codec))
         return record
 
-    def page(self) -> None:
-        """The page of all requests, if the run is traced."""
+    def close(self) -> None:
+        """What is made of all requests: the page, if the run is traced, and what was profiled."""
+        if self._profiler:
+            self._profiler.stop()
+            self._folder.put(profile=self._profiler.summary())
+            self._profiler.write(self._folder.folder)
         if self._traced is not None:
             self._folder.write(TRACE_PAGE, trace_page(self._folder.result, self._traced))
 

@@ -125,13 +125,16 @@ def ending(
         end.code = INTERRUPTED
         raise
     finally:
-        with undisturbed():
-            last()
-            problem = folder.finish()
-        if problem:
-            note(f"specpipe: {problem}")
-        elif end.code in done:
-            note(f"result: {folder.folder / 'result.json'}")
-        if problem and not end.code:
-            end.code = NOT_SAVED
-        tracker.finish(folder.result, end.code)
+        try:
+            with undisturbed():
+                last()
+        finally:
+            with undisturbed():
+                problem = folder.finish()
+            if problem:
+                note(f"specpipe: {problem}")
+            elif end.code in done:
+                note(f"result: {folder.folder / 'result.json'}")
+            if problem and not end.code:
+                end.code = NOT_SAVED
+            tracker.finish(folder.result, end.code)

@@ -26,8 +26,7 @@ from specpipe.proposers.draft import drafting_device, quantization
 from specpipe.proposers.layer_skip import ascending, with_layers
 from specpipe.proposers.model import ModelProposer
 from specpipe.proposers.translation import SameTokens
-from specpipe.verifier.attention import group_queries
-from specpipe.verifier.linear import pack_linears, quantize_linears
+from specpipe.verifier.prepared import prepare
 from specpipe.verifier.quiet import quiet_transformers
 from specpipe.verifier.support import ROUNDING, difference, plain_logits, refuse_unsupported
 from specpipe.verifier.targets import DTYPES, Target
@@ -78,10 +77,7 @@ class DistilledDraft(ModelProposer):
         context = Target(model, target.tokenizer, KIND, str(self.path)).context
         if trimmed := len(ids) < target.vocabulary:
             keep_rows(model, ids)
-        group_queries(model)
-        if self.quantize:
-            quantize_linears(model)
-        pack_linears(model)
+        prepare(model, int8=self.quantize is not None)
         self._use(model, target.vocabulary, context, SameTokens(ids.to(device) if trimmed else None))
 
     def _load(self, target: Target, device: torch.device) -> tuple[Any, Tensor]:

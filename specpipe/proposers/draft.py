@@ -7,8 +7,7 @@ import torch
 from specpipe.errors import UserError, choice, flag
 from specpipe.proposers.model import ModelProposer
 from specpipe.proposers.translation import SameTokens, Translation
-from specpipe.verifier.attention import group_queries
-from specpipe.verifier.linear import pack_linears, quantize_linears
+from specpipe.verifier.prepared import prepare
 from specpipe.verifier.support import refuse_unsupported
 from specpipe.verifier.targets import Target, hf
 
@@ -47,11 +46,7 @@ class DraftModel(ModelProposer):
         draft = hf(model=self.model, dtype=self.dtype, device=str(device))
         refuse_unsupported(draft.model)
         words = words_of(target, draft)
-        group_queries(draft.model)
-        if self.quantize:
-            quantize_linears(draft.model)
-        if self.prepack:
-            pack_linears(draft.model)
+        prepare(draft.model, prepack=self.prepack, int8=self.quantize is not None)
         self._use(draft.model, target.vocabulary, draft.context, words)
 
 

@@ -155,7 +155,7 @@ def _by_category(view: View) -> Drawn | None:
     axis = "speedup (1: as fast as plain decoding)"
     plot = chart(bars(series, [ALL, *categories], axis, level=1), f"speedup by proposer: {_told(shown, 'speedup')}")
     kinds = " for each kind of prompt" if categories else ""
-    few = " A kind with few prompts has a long one." if categories else ""
+    few = " A kind with few prompts has a long one, which may go on beyond the chart." if categories else ""
     caption = (
         f"How many times as fast as plain decoding each proposer was{kinds}. A bar that ends left of the dashed line "
         "made decoding slower. The thin line on a bar is the 95 % interval: where it crosses the dashed line, the "

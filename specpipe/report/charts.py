@@ -30,6 +30,8 @@ AXES = 90  # px of a chart for its axis and its key
 TALL = 320  # px of a chart of curves
 SMALL = 230  # px of one of several that stand side by side
 LABEL = 22  # characters of a group's name in a line
+ROOM = 1.03  # of an axis of bars: its length over the longest thing on it
+FURTHEST = 1.25  # times the longest bar an interval is drawn to
 DODGE = 0.03  # of a step of the axis between two curves' points, so that their intervals stand side by side
 
 STYLE = Markup("""
@@ -98,7 +100,17 @@ def bars(series: Sequence[Series], groups: Sequence[str], axis: str, *, level: f
         axis: what is measured.
         level: an upright line at this value.
     """
-    return _lying(series, groups, axis, level, rows=max(1, len(series)), barmode="group")
+    figure = _lying(series, groups, axis, level, rows=max(1, len(series)), barmode="group")
+    figure.update_xaxes(range=[0, _reach(series, level)])
+    return figure
+
+
+def _reach(series: Sequence[Series], level: float | None) -> float:
+    """Where the axis ends: behind all values and intervals, but for intervals that would leave no room for the bars."""
+    points = [point for each in series for point in each.points]
+    longest = max([*(point.value for point in points), level or 0.0, 1e-9])
+    ends = [min(point.high, FURTHEST * longest) for point in points if point.high is not None]
+    return ROOM * max([longest, *ends])
 
 
 def stacked(series: Sequence[Series], groups: Sequence[str], axis: str, *, level: float | None = None) -> go.Figure:

@@ -7,9 +7,7 @@ from torch import Tensor
 from specpipe.draft import Draft
 from specpipe.errors import flag
 from specpipe.sequence import Sequence
-from specpipe.verifier.attention import group_queries
-from specpipe.verifier.fused import fuse_layers
-from specpipe.verifier.linear import pack_linears
+from specpipe.verifier.prepared import prepare
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.support import plain_logits, refuse_unsupported, rehearse
 from specpipe.verifier.targets import Target
@@ -33,9 +31,7 @@ class EagerVerifier:
         refuse_unsupported(target.model)
         expected = plain_logits(target.model)
         self.target = target
-        group_queries(target.model)
-        self.fused = flag("fuse", fuse) and fuse_layers(target.model)
-        self.packed = pack_linears(target.model) if flag("prepack", prepack) else 0
+        self.prepared = prepare(target.model, fuse=flag("fuse", fuse), prepack=flag("prepack", prepack))
         rehearse(target.model, expected)
         self.reader = Reader(target.model)
         self.device = self.reader.device

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specpipe.verifier.attention import NAME as GROUPED
+
 KNOWN = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}  # model_type: names of its classes begin so
 Angles = tuple[Tensor, Tensor]
 
@@ -55,15 +57,28 @@ class FusedLayer(nn.Module):
         """[B, W, H] to [B, W, H], as the layer itself; `position_embeddings` as `FusedAngles` gives them."""
         assert position_embeddings is not None
         cache = past_key_values if cache is None else cache  # its name before transformers 5.24
+        heads = self.project(hidden_states, *position_embeddings)
+        return self.finish(hidden_states, self.attend(*heads, attention_mask, cache))
+
+    def project(self, hidden_states: Tensor, cos: Tensor, signed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values of new tokens [B, W, H]: [B, N, W, D] each, the first two turned."""
         batch, width, _ = hidden_states.shape
         heads = self.qkv_proj(norm(self.input_layernorm, hidden_states)).view(batch, width, -1, self.head_dim)
         turned, values = heads.split(self._heads, 2)
-        turned, values = turn(turned, *position_embeddings).transpose(1, 2), values.transpose(1, 2)
+        turned, values = turn(turned, cos, signed).transpose(1, 2), values.transpose(1, 2)
         queries, keys = turned.split([turned.shape[1] - values.shape[1], values.shape[1]], 1)
+        return queries, keys, values
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        """What new tokens see of themselves and of the cache, which takes them up: [B, W, N D]."""
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        seen, _ = self._attend(self, queries, keys, values, attention_mask, scaling=self.scaling)
-        hidden_states = hidden_states + self.o_proj(seen.reshape(batch, width, -1))
+        seen, _ = self._attend(self, queries, keys, values, mask, scaling=self.scaling)
+        return seen.reshape(*seen.shape[:2], -1)
+
+    def finish(self, hidden_states: Tensor, seen: Tensor) -> Tensor:
+        """[B, W, H]: the layer's output, from its input and what was seen."""
+        hidden_states = hidden_states + self.o_proj(seen)
         gate, up = self.gate_up_proj(norm(self.post_attention_layernorm, hidden_states)).chunk(2, -1)
         return hidden_states + self.down_proj(self.act_fn(gate) * up)
 
@@ -114,19 +129,21 @@ def joined(*linears: Any) -> nn.Linear:
 
 
 def fuse_layers(model: Any) -> bool:
-    """Replace the decoder layers of a model, in place, if it is of a kind that is known; whether it was."""
+    """Replace the decoder layers of a model, in place, if it is of a kind that is known; whether they are fused now."""
     body = getattr(model, "model", None)
     name = KNOWN.get(getattr(model.config, "model_type", ""))
     layers = getattr(body, "layers", None)
     if name is None or type(model).__name__ != f"{name}ForCausalLM" or not layers:
         return False
+    if all(type(layer) is FusedLayer for layer in layers):
+        return True
     if any(type(layer).__name__ != f"{name}DecoderLayer" or not _plain(layer) for layer in layers):
+        return False
+    if model.config._attn_implementation not in ("sdpa", GROUPED):  # others want to be told more than the mask says
         return False
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    attend = ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation)
-    if attend is None:  # written out in the model's own file
-        return False
+    attend = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
     for i, layer in enumerate(layers):
         layers[i] = FusedLayer(layer, attend)
     body.rotary_emb = FusedAngles(body.rotary_emb)

@@ -19,6 +19,8 @@ from specpipe.verifier.cache import RowCache
 from specpipe.verifier.states import States
 from specpipe.verifier.windows import LookBack
 
+PIECE = 1024  # tokens of a text that are read in one pass, so that the memory of a pass does not grow with the prompt
+
 
 class Reader:
     """Reads requests with `model` and remembers what it has read of each until it is finished or forgotten.
@@ -40,19 +42,21 @@ class Reader:
         self.cache = RowCache(model.config.get_text_config().num_hidden_layers, rows=0)
 
     def read(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
-        """Read what each sequence has that its row has not, and the draft behind it, in one pass.
+        """Read what each sequence has that its row has not, and the draft behind it, in one pass or, much, in several.
 
         Returns:
             For row b the logits of its last `draft.lengths[b] + 1` positions, [k_b + 1, V]: the laws at the places
             of the k_b drafts and the one behind them.
         """
         self._seat(sequences)
+        self._read_pieces(sequences)
         fresh = [s.tokens[self.cache.lengths[row] :] for s, row in zip(sequences, self._rows, strict=True)]
         widths = [len(tokens) + k for tokens, k in zip(fresh, draft.lengths, strict=True)]
         first = [width - k - 1 for width, k in zip(widths, draft.lengths, strict=True)]
         columns = _union(first, widths)
         with self._states.watched() as given:
-            logits = self._forward(self._inputs(fresh, draft, max(widths)), widths, columns)  # [B, len(columns), V]
+            inputs = self._inputs(fresh, draft, max(widths))
+            logits = self._forward(inputs, self._rows, widths, columns)  # [B, len(columns), V]
         for row, width in zip(self._rows, widths, strict=True):
             self.cache.lengths[row] += width
         at = [columns.index(start) for start in first]
@@ -73,7 +77,7 @@ class Reader:
             [B, V] logits behind each token; where there was none they mean nothing.
         """
         ids = torch.tensor([[token or 0] for token in tokens], dtype=torch.long, device=self.device)
-        logits = self._forward(ids, [1] * len(tokens), [0])[:, 0]
+        logits = self._forward(ids, self._rows, [1] * len(tokens), [0])[:, 0]
         for row, token in zip(self._rows, tokens, strict=True):
             self.cache.lengths[row] += token is not None
         return logits
@@ -82,6 +86,12 @@ class Reader:
         """Forget what was read and not committed: a row keeps the committed tokens but the last, pending one."""
         for sequence, row in zip(sequences, self._rows_of(sequences), strict=True):
             self.cache.lengths[row] = min(self.cache.lengths[row], len(sequence.tokens) - 1)
+
+    def copy_rows(self, copies: list[tuple[Sequence, Sequence]]) -> None:
+        """Seat the second of each pair, which is new, with what was read of the first; so far their texts are one."""
+        at = self._rows_of([source for source, _ in copies])
+        self.cache.rearrange([*range(len(self._owners)), *at])
+        self._owners += [ref(copy) for _, copy in copies]
 
     def cut(self, sequence: Sequence, length: int) -> None:
         """Forget what the row of a sequence, if it has one, holds behind its first `length` tokens."""
@@ -115,6 +125,17 @@ class Reader:
         self._rows = self._rows_of(sequences)
         self.roll_back(sequences)  # a step that was interrupted could not
 
+    def _read_pieces(self, sequences: list[Sequence]) -> None:
+        """Read on where much is unread, until no more than one piece is."""
+        unread = [(row, s.tokens[self.cache.lengths[row] :]) for s, row in zip(sequences, self._rows, strict=True)]
+        while unread := [(row, tokens) for row, tokens in unread if len(tokens) > PIECE]:
+            rows = [row for row, _ in unread]
+            ids = torch.tensor([tokens[:PIECE] for _, tokens in unread], dtype=torch.long, device=self.device)
+            self._forward(ids, rows, [PIECE] * len(rows), [PIECE - 1])
+            for row in rows:
+                self.cache.lengths[row] += PIECE
+            unread = [(row, tokens[PIECE:]) for row, tokens in unread]
+
     def _inputs(self, fresh: list[list[int]], draft: Draft, width: int) -> Tensor:
         """[B, width] ids: unread tokens, then drafts, then padding that no real token can see."""
         padded = [tokens + [0] * (width - len(tokens)) for tokens in fresh]
@@ -124,9 +145,10 @@ class Reader:
                 ids[b, len(tokens) : len(tokens) + k] = draft.tokens[b, :k]
         return ids
 
-    def _forward(self, ids: Tensor, widths: list[int], columns: list[int]) -> Tensor:
-        positions = self.cache.place(ids.shape[1], self.device, self._rows)
-        ends = [self.cache.lengths[row] + width - 1 for row, width in zip(self._rows, widths, strict=True)]
+    def _forward(self, ids: Tensor, rows: list[int], widths: list[int], columns: list[int]) -> Tensor:
+        """[B, len(columns), V] logits at some columns of `ids` [B, W], of which row b reads the first `widths[b]`."""
+        positions = self.cache.place(ids.shape[1], self.device, rows)
+        ends = [self.cache.lengths[row] + width - 1 for row, width in zip(rows, widths, strict=True)]
         last = torch.tensor(ends, device=self.device)
         keep: int | Tensor = len(columns)
         if columns != list(range(ids.shape[1] - len(columns), ids.shape[1])):

@@ -130,7 +130,7 @@ def joined(*linears: Any) -> nn.Linear:
 
 def fuse_layers(model: Any) -> bool:
     """Replace the decoder layers of a model, in place, if it is of a kind that is known; whether they are fused now."""
-    body = getattr(model, "model", None)
+    body: Any = getattr(model, "model", None)
     name = KNOWN.get(getattr(model.config, "model_type", ""))
     layers = getattr(body, "layers", None)
     if name is None or type(model).__name__ != f"{name}ForCausalLM" or not layers:

@@ -115,6 +115,11 @@ class RunFolder:
         with self._told_at_the_end():
             (self.folder / name).write_text(text, encoding="utf-8")
 
+    def written_by(self, write: Callable[[Path], object]) -> None:
+        """Files that another part writes into the folder it is given."""
+        with self._told_at_the_end():
+            write(self.folder)
+
     def finish(self) -> str | None:
         """Save everything. A line that says what could not be saved, else None."""
         with self._told_at_the_end():

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -108,12 +109,12 @@ class DecodeView:
         if length is not None and length < HARDLY_ACCEPTED:
             self.note(f"warning: hardly any draft was accepted ({length:.2f} tokens per step)")
 
-    def profile(self, profile: Mapping[str, Any]) -> None:
-        """Two small tables of what `Profiler.summary` gives."""
+    def profile(self, profile: Mapping[str, Any], file: Path) -> None:
+        """Two small tables of what `Profiler.summary` gives, and where the trace viewer's file is."""
         if not profile:
             self.note("profile: nothing was recorded, the run had too few steps")
             return
-        split = Table("part", "ms a step", "between operations", box=None, title_justify="left")
+        split = Table("part", "ms a step", "between operations", box=None)
         for part in profile["parts"]:
             split.add_row(part["name"], f"{part['ms']:.2f}", f"{part['between_operations_ms']:.2f}")
         most = Table("operation", "ms a step", "calls", box=None)
@@ -122,6 +123,7 @@ class DecodeView:
         self.note(f"\nprofile of {profile['steps']} steps, recording included")
         self._err.print(split)
         self._err.print(most)
+        self.note(f"profile: {file}")
 
     def note(self, line: str) -> None:
         """One line beside the text. Where it is too long the terminal wraps it, so that it copies as one."""

@@ -85,3 +85,14 @@ def test_a_profiler_counts_the_steps_behind_the_skipped_ones(steps: int) -> None
         profiler.step()
     profiler.stop()
     assert profiler.steps == min(RECORDED, max(0, steps - SKIPPED))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_profile_that_does_not_fit_is_one_line_and_result_json_is_saved_all_the_same(specpipe: Run) -> None:
+    Path("run").mkdir()
+    Path("run", FILE).symlink_to("/dev/full")
+    ran = specpipe(*WORDS, "generation.max_new_tokens=60", "hydra.run.dir=run")
+    assert ran.code == 2
+    assert "No space left on device" in ran.err
+    assert "Traceback" not in ran.err
+    assert json.loads(Path("run/result.json").read_text())["profile"]["steps"] > 0

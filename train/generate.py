@@ -273,12 +273,12 @@ class Writer:
         """The answers to some prompts; a family is those to one prompt."""
         start = time.monotonic()
         for group in of_similar_length(families):
-            self._begin(group)
+            self._step(group)
         copies = [(family[0].sequence, answer.sequence) for family in families for answer in family[1:]]
         self._reader.copy_rows(copies)
         answers = going = list(itertools.chain.from_iterable(families))
         while going:
-            self._step(going)
+            self._step([[answer] for answer in going])
             ended = [answer.has_ended(self._eos) for answer in going]
             if sum(ended) >= ENDED * len(going):
                 for answer in itertools.compress(going, ended):
@@ -289,23 +289,18 @@ class Writer:
         self._tokens += sum(len(document.states) for document in documents)
         yield from documents
 
-    def _begin(self, families: list[list[_Answer]]) -> None:
-        """The first token of each answer. A prompt is read once, for the first of its family."""
-        self._write([family[0] for family in families], families)
+    def _step(self, families: list[list[_Answer]]) -> None:
+        """One more token for each answer. Of a family, whose texts are one so far, the first is read for all.
 
-    def _step(self, going: list[_Answer]) -> None:
-        """One more token for each. Those that have ended go on until they are let go; what they write is cut off."""
-        self._write(going, [[answer] for answer in going])
-
-    def _write(self, read: list[_Answer], families: list[list[_Answer]]) -> None:
-        """Read on in some answers; each of a family draws its next token from the law behind the one that was read."""
-        rows = self._reader.read([answer.sequence for answer in read], Draft.of([[] for _ in read]))
-        logits = torch.cat(rows)  # [B, V]
+        Those that have ended go on until they are let go; what they write is cut off.
+        """
+        firsts = [family[0].sequence for family in families]
+        logits = torch.cat(self._reader.read(firsts, Draft.of([[] for _ in firsts])))  # [B, V]
         logz = logits.float().logsumexp(-1)
-        for first, family, row, total in zip(read, families, logits, logz, strict=True):
+        for first, family, row, total in zip(firsts, families, logits, logz, strict=True):
             for answer in family:
                 answer.take(row, total)
-            state = self._reader.state(first.sequence)
+            state = self._reader.state(first)
             assert state is not None  # it was read a moment ago
             for answer in family:
                 answer.states.append(state)

@@ -56,11 +56,10 @@ def run(config: DictConfig) -> int:
         if unanswered := sum(request.does_not_fit for request in requests.made()):
             view.note(f"note: no room in the target's context for later turns: {unanswered} have no answer")
         end.code = 0
+    if end.code == 0 and config.trace:
+        view.note(f"trace:  {folder.folder / TRACE_PAGE}")
     if end.code == 0 and profiler:
-        view.profile(folder.result["profile"])
-    for wanted, name in ((config.trace, TRACE_PAGE), (profiler and profiler.steps, PROFILE)):
-        if end.code == 0 and wanted:
-            view.note(f"{name.partition('.')[0] + ':':<7} {folder.folder / name}")
+        view.profile(folder.result["profile"], folder.folder / PROFILE)
     return end.code
 
 
@@ -98,7 +97,7 @@ class _Book:
         if self._profiler:
             self._profiler.stop()
             self._folder.put(profile=self._profiler.summary())
-            self._profiler.write(self._folder.folder)
+            self._folder.written_by(self._profiler.write)
         if self._traced is not None:
             self._folder.write(TRACE_PAGE, trace_page(self._folder.result, self._traced))
 

@@ -2,15 +2,20 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test test-vllm check bench soak format clean
 
 demo: $(READY)
 	$(BIN)/python -m specpipe decode proposer=ngram
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Several GB and some minutes: what goes to vLLM, in vLLM itself, on the CPU.
+test-vllm: $(READY) $(VLLM)/.ready
+	$(BIN)/python -m pytest -s tests/vllm/check_vllm.py
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -20,6 +25,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/forward.py
+
+# Some 20 minutes, not part of the tests: 2,000 random requests in one process, memory and greedy texts checked.
+soak: $(READY)
+	$(BIN)/python benchmarks/soak.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -31,5 +40,12 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
+# The three that go are not needed, and the builds for a GPU that pip finds do not fit torch for CPUs.
+$(VLLM)/.ready: tests/vllm/requirements.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) outputs dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) outputs dist build .pytest_cache .mypy_cache .ruff_cache

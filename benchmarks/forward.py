@@ -3,8 +3,8 @@
     python benchmarks/forward.py [--engine "verifier.fuse=false"] [--engine ...] [--context 200] [words ...]
 
 `words` are of the command line, such as target.dtype=float32, and hold for all; each `--engine` adds words of its own.
-The first is the one that the others are compared with; without any, the plain modules, packed ones, and packed and
-fused ones. They take turns, pass by pass, over one text; medians. Read ratios: milliseconds are this machine's, today.
+The first is the one that the others are compared with; without any, the plain modules, packed ones, packed and fused
+ones, and compiled ones. They take turns, pass by pass, over one text; medians. Read ratios: milliseconds are this machine's, today.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specpipe.draft import Draft
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 
-ENGINES = ("verifier.prepack=false verifier.fuse=false", "verifier.fuse=false", "")
+ENGINES = ("verifier=eager", "verifier.fuse=false", "verifier=packed", "verifier=compiled")
 WIDTHS = (1, 2, 4, 6, 9)
 WARM = 3  # passes of each engine and width that are not counted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits
     """Row b's verdict, target laws made one by one as the sampler asks for them. logits: [k + 1, V]."""
     x, q = draft.row(b)
     p = Rows(logits, sequence.settings, sequence.prefix, x)
-    n, y = sampler.accept(x, p, q, sequence.chance)
+    try:
+        n, y = sampler.accept(x, p, q, sequence.chance)
+    except FloatingPointError as error:
+        raise _with_its_place(error, sequence, p, logits) from None
     betas = [(p[i][x[i]] if q is None else torch.minimum(p[i], q[i]).sum()).item() for i in range(min(n + 1, len(x)))]
     return [*x[:n], y], betas
 
@@ -54,11 +58,27 @@ def judge_on_device(sampler: Any, sequences: list[Sequence], draft: Draft, logit
         if n < 0:
             raise ContractError("a token was proposed although its q is 0")
         if y >= row.shape[-1]:
-            raise FloatingPointError("a law cannot be drawn from: NaN or overflow in the logits")
+            laws = Rows(row, sequence.settings, sequence.prefix, [int(token) for token in rest[:k]])
+            raise _with_its_place(FloatingPointError("a law cannot be drawn from"), sequence, laws, row)
         verified = min(int(n) + 1, k)
         sequence.chance.spend(verified)
         verdicts.append(([int(token) for token in rest[: int(n)]] + [int(y)], rest[k : k + verified]))
     return verdicts
+
+
+def _with_its_place(error: FloatingPointError, sequence: Sequence, p: Rows, logits: Tensor) -> FloatingPointError:
+    """What to raise where no token could be drawn: the error with the place of the first law that is none, and why.
+
+    p: the laws of `logits`, [k + 1, V]. If all are sound, the rule asked for a draw from something else.
+    """
+    i = next((i for i in range(len(p)) if not 0 < p[i].sum().item() < math.inf), None)
+    if i is None:
+        return error
+    token, before = len(sequence.new_tokens) + i + 1, len(sequence.tokens) + i
+    place = f"for token {token} of an answer, {before} tokens into the text"
+    if logits[i].amax().isfinite():
+        return FloatingPointError(f"the settings leave nothing to draw {place}")
+    return FloatingPointError(f"the target's logits are not numbers (NaN or infinite) {place}")
 
 
 def _all_rows(logits: Tensor, sequence: Sequence, x: Tensor) -> Tensor:

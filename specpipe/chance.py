@@ -9,6 +9,7 @@ decision.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Sequence
 
@@ -31,7 +32,7 @@ class Chance:
         request = f"{seed}/{repeat}/{','.join(map(str, prompt_ids))}"
         self.key = hashlib.sha256(request.encode()).digest()  # equal for requests that draw the same numbers
         self._drafting, self._accepting, self._drawing = (
-            random.Random(hashlib.sha256(f"{stream}/{request}".encode()).digest())
+            Stream(hashlib.sha256(f"{stream}/{request}".encode()).digest())
             for stream in ("drafting", "accepting", "drawing")
         )
         self._ahead: list[float] = []  # of the accepting stream: looked at, not used
@@ -41,7 +42,12 @@ class Chance:
         return distribution.draw(q, self._drafting.random())
 
     def passes(self, p: float, q: float) -> bool:
-        """True with probability min(1, p/q). Strict and without division: p = 0 never passes, p >= q always does."""
+        """True with probability min(1, p/q). Strict and without division: p = 0 never passes, p >= q always does.
+
+        Raises FloatingPointError for a p that is not a number.
+        """
+        if math.isnan(p):
+            raise FloatingPointError("a probability that is not a number decides nothing")
         u = self._ahead.pop(0) if self._ahead else self._accepting.random()
         return u * q < p
 
@@ -60,3 +66,39 @@ class Chance:
     def spend(self, n: int) -> None:
         """n of the numbers that `uniforms` gave were used for decisions."""
         del self._ahead[:n]
+
+    def mark(self) -> None:
+        """What is decided from here on can be taken back by `rewind`."""
+        self._marked = list(self._ahead)
+        for stream in (self._drafting, self._accepting, self._drawing):
+            stream.mark()
+
+    def rewind(self) -> None:
+        """Back to the last `mark`: the same numbers decide once more."""
+        self._ahead = self._marked
+        for stream in (self._drafting, self._accepting, self._drawing):
+            stream.rewind()
+
+
+class Stream:
+    """Uniform numbers on [0, 1), of which those since the last mark can be given once more."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._source = random.Random(seed)
+        self._given: list[float] = []  # since the mark
+        self._again: list[float] = []  # to be given before new ones, the next one last
+
+    def random(self) -> float:
+        """The next number."""
+        number = self._again.pop() if self._again else self._source.random()
+        self._given.append(number)
+        return number
+
+    def mark(self) -> None:
+        """Where `rewind` goes back to."""
+        self._given.clear()
+
+    def rewind(self) -> None:
+        """Give what was given since the mark once more, in its order."""
+        self._again += reversed(self._given)
+        self._given.clear()

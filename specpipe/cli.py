@@ -7,6 +7,7 @@ code. Imports Hydra and nothing heavier, so that help, `--cfg` and mistakes answ
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import itertools
 import os
@@ -21,6 +22,7 @@ from typing import Any, NoReturn, cast
 
 import hydra
 import yaml
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -28,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specpipe.config import CONF, PACKAGE, check, explain, register_schemas
-from specpipe.errors import ContractError, UserError, nearest
+from specpipe.errors import ContractError, ProposerFailed, UserError, nearest, one_line, ran_out_of_memory
 
 COMMANDS = {
     "decode": "decode prompts with a proposer; the text, what was accepted, and where the time went",
@@ -36,6 +38,7 @@ COMMANDS = {
     "audit": "prove that nothing is lost: exact law, greedy identity, sampled law; also of another engine's output",
     "plan": "expected tokens, speedup and the best draft length, from alpha and costs alone",
     "train": "train a proposer on what the target writes itself; from a checkout, also as python -m train",
+    "export": "a proposer as files that vLLM and other engines load, checked, with the command that serves it",
     "report": "one page from several runs: specpipe report outputs/bench/*",
     "dashboard": "the wandb workspace of a project, as code",
 }
@@ -57,6 +60,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's switch: raise mistakes instead of pri
 # Hydra's parser wants all overrides in one row; its flags are brought before them, wherever they were typed.
 BARE_FLAGS = ("-m", "--multirun", "-r", "--run", "--resolve", "-h", "--help", "--hydra-help")
 VALUE_FLAGS = ("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path", "-p", "--package", "-c", "--cfg")
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that takes no more
 
 # What Hydra and OmegaConf raise for a config that is not right.
 CONFIG_ERRORS = (UserError, HydraException, OmegaConfBaseException)
@@ -120,6 +125,7 @@ def _run(command: str, program: str, overrides: list[str], *, typed: list[str], 
     words = _flags_first(_folders_named(overrides) if command == "report" else overrides)
     with _surroundings([shown_as or f"specpipe {command}", *words]):
         try:
+            _check_flags(words)
             hydra.main(version_base="1.3", config_path=CONF, config_name=command)(task)()
         except EndedElsewhere as ended:
             return ended.code
@@ -158,6 +164,22 @@ def _flags_first(words: list[str]) -> list[str]:
     return flags + rest
 
 
+def _check_flags(words: list[str]) -> None:
+    """Refuse what Hydra's parser would answer with its own usage, which nobody asked for."""
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message}.")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    given, unknown = parser.parse_known_args(words)
+    for word in unknown:
+        if word.startswith("-"):
+            raise UserError(f"no flag {word!r}; --hydra-help lists them.{nearest(word, (*BARE_FLAGS, *VALUE_FLAGS))}")
+    if given.experimental_rerun is not None:
+        raise UserError("--experimental-rerun reads a pickle, which could run anything; give the run's words again.")
+
+
 def _job(command: str, config: DictConfig, traced: bool) -> int:
     """One job. Its mistakes end here: Hydra would add a line of its own, and a sweep goes on to its next job."""
     given = HydraConfig.get()
@@ -168,11 +190,30 @@ def _job(command: str, config: DictConfig, traced: bool) -> int:
             raise UserError("training runs from a checkout of specpipe: python -m train, in its folder.")
         check(config, command, overrides)
         return int(importlib.import_module(f"specpipe.commands.{command}").run(config))
-    # FloatingPointError: no token is left, or the weights are broken
-    except (*CONFIG_ERRORS, FloatingPointError, ContractError) as error:
-        error = UserError(str(error)) if isinstance(error, (FloatingPointError, ContractError)) else error
+    except Exception as error:
+        if (said := _for_people(error)) is None:
+            raise
         job = f"job {given.job.num}: " if given.mode is RunMode.MULTIRUN else ""
-        return _complain(explain(error, command, overrides), traced, job)
+        return _complain(explain(said, command, overrides), traced, job)
+
+
+def _for_people(error: Exception) -> Exception | None:
+    """An error as it is said in one line, where people can do something about it; None for a mistake of the program."""
+    if isinstance(error, CONFIG_ERRORS):
+        return error
+    if isinstance(error, ProposerFailed):
+        line = f"{error}; {FULL_ERROR}=1 shows where."
+    elif isinstance(error, (FloatingPointError, ContractError)):  # no token is left, or the weights are broken
+        line = f"{error}."
+    elif ran_out_of_memory(error):
+        line = f"there is not enough memory: {one_line(error)}"
+    elif isinstance(error, OSError) and error.errno in NO_ROOM:
+        line = f"{error.filename!r} could not be written: {error.strerror}." if error.filename else f"{error.strerror}."
+    else:
+        return None
+    said = UserError(line)
+    said.__cause__ = error
+    return said
 
 
 def _complete(words: list[str]) -> int:
@@ -227,5 +268,6 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 def _complain(error: UserError, traced: bool = False, where: str = "") -> int:
     if traced:
         traceback.print_exception(error)
-    print(f"specpipe: {where}{' '.join(str(error).split())}", file=sys.stderr)
+    # One write: `print` makes two of an unbuffered line, and jobs side by side would break each other's.
+    sys.stderr.write(f"specpipe: {where}{' '.join(str(error).split())}\n")
     return 2

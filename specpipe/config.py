@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from specpipe.errors import UserError, integer, nearest
+from specpipe.errors import UserError, flag, integer, nearest
+from specpipe.settings import LARGEST_SEED, LONGEST_DRAFT
 
 PACKAGE = Path(__file__).parent
 # In a wheel the files lie inside the package, in a checkout beside it.
@@ -46,10 +48,13 @@ CONF = str(PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent /
 
 QUOTING = """put a value with special characters into quotes inside quotes: 'prompt="a=b, {c}"'."""
 ESCAPING = r"for the text itself write \${...}."
+CONFIG_DIR = ("-cd", "--config-dir")
+MOST_REPEATS = 1000  # of a bench
+FLAG = {"flag": True}  # of a key that is true or false: as `bool`, OmegaConf would take 2 and `on` for true
 
 
-def _from(low: int, default: int) -> Any:
-    return field(default=default, metadata={"low": low})
+def _from(low: int, default: int, high: int | None = None) -> Any:
+    return field(default=default, metadata={"low": low, "high": high})
 
 
 @dataclass
@@ -65,8 +70,8 @@ class TargetSchema:
     prompts: Any = MISSING
     wandb: Any = MISSING
     prompt: str | None = None
-    num_speculative_tokens: int = _from(0, 5)
-    seed: int = _from(0, 0)
+    num_speculative_tokens: int = _from(0, 5, LONGEST_DRAFT)
+    seed: int = _from(0, 0, LARGEST_SEED)
 
 
 @dataclass
@@ -81,8 +86,8 @@ class DecodeSchema(PipelineSchema):
     """Keys of `decode`; anything else in a YAML file or on the command line is refused."""
 
     batch_size: int = _from(1, 1)
-    trace: bool = False
-    profile: bool = False
+    trace: Any = field(default=False, metadata=FLAG)
+    profile: Any = field(default=False, metadata=FLAG)
 
 
 @dataclass
@@ -112,8 +117,8 @@ class BenchSchema(TargetSchema):
     proposers: Any = field(default_factory=list)
     sweep: SweepSchema = field(default_factory=SweepSchema)
     batch_size: int = _from(1, 1)
-    repeats: int = _from(1, 2)
-    predict: bool = True
+    repeats: int = _from(1, 2, MOST_REPEATS)
+    predict: Any = field(default=True, metadata=FLAG)
     peers: Any = field(default_factory=list)
     resume: str | None = None
 
@@ -149,7 +154,21 @@ class TrainSchema:
     num_speculative_tokens: int | None = None
     save_every: int = _from(1, 50)
     check_prompts: int = _from(1, 8)
-    seed: int = _from(0, 0)
+    seed: int = _from(0, 0, LARGEST_SEED)
+
+
+@dataclass
+class ExportSchema:
+    """Keys of `export`."""
+
+    defaults: list[Any] = field(default_factory=list)
+    target: Any = MISSING
+    proposer: Any = MISSING
+    format: str | None = None
+    head: str | None = None
+    flavour: str | None = None
+    out: str | None = None
+    bench: str | None = None
 
 
 @dataclass
@@ -176,10 +195,11 @@ SCHEMAS = {
     "audit": AuditSchema,
     "plan": PlanSchema,
     "train": TrainSchema,
+    "export": ExportSchema,
     "report": ReportSchema,
     "dashboard": DashboardSchema,
 }
-TYPES = {"int": "a whole number", "int | None": "a whole number", "bool": "true or false", "str | None": "a text"}
+TYPES = {"int": "a whole number", "int | None": "a whole number", "str": "a text", "str | None": "a text"}
 
 
 def register_schemas() -> None:
@@ -234,7 +254,9 @@ def check(config: DictConfig, command: str, overrides: Sequence[str] = ()) -> No
         if each.default is MISSING:
             _refuse_unknown(config[each.name], each.name)
         elif "low" in each.metadata:
-            integer(each.name, config[each.name], each.metadata["low"])
+            integer(each.name, config[each.name], each.metadata["low"], each.metadata["high"])
+        elif "flag" in each.metadata:
+            flag(each.name, config[each.name])
     plain(config)
 
 
@@ -305,7 +327,9 @@ def explain(error: Exception, command: str, overrides: Sequence[str] = ()) -> Us
 
 def _explain(error: Exception, command: str, overrides: Sequence[str]) -> UserError:
     if isinstance(error, OverrideParseException):
-        return UserError(f"{error.override!r} is not key=value as Hydra reads it; {QUOTING}")
+        return _unread(str(error.override))
+    if isinstance(error, UnicodeDecodeError):
+        return UserError(f"{_not_text(overrides)} is not UTF-8 text.")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_option(error)
     if isinstance(error, yaml.MarkedYAMLError):
@@ -344,6 +368,26 @@ def _refused(
     if isinstance(error, OSError) and error.filename:
         return UserError(f"{error.filename!r}: {error.strerror}.")
     return UserError(_sentence(error))
+
+
+def _unread(word: str) -> UserError:
+    try:
+        word.encode()
+    except UnicodeEncodeError as error:  # how Python keeps a byte of the command line that is no text
+        return UserError(f"holds {word[error.start]!r}, which is not a character.", key=word.partition("=")[0])
+    return UserError(f"{word!r} is not key=value as Hydra reads it; {QUOTING}")
+
+
+def _not_text(words: Sequence[str]) -> str:
+    """The file of a user's own folder (--config-dir) that cannot be decoded; the reader does not say which."""
+    for before, word in itertools.pairwise(["", *words]):
+        flag, _, folder = word.partition("=") if before not in CONFIG_DIR else (before, "", word)
+        for file in sorted(Path(folder).rglob("*.yaml")) if flag in CONFIG_DIR and folder else ():
+            try:
+                file.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                return repr(str(file))
+    return "a file of the config"
 
 
 def _no_option(error: MissingConfigException) -> UserError:

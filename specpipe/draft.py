@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
+
+from specpipe.errors import ContractError, ProposerFailed, UserError, one_line, ran_out_of_memory
 
 SLACK = 1e-3  # by which rounding may keep a law from summing to one
 
@@ -68,6 +71,34 @@ class Draft:
         return self.probs[b, : self.lengths[b]]
 
 
+def asked_of(who: str, propose: Callable[[], object], asked: Sequence[int], vocabulary: int) -> Draft:
+    """What a proposer answers when it is asked for drafts, if it keeps its contract as far as that can be seen.
+
+    Args:
+        who: its name, for messages.
+        propose: asks it.
+        asked: the longest draft allowed, for each request.
+        vocabulary: ids of the target.
+
+    Raises:
+        ContractError: for an answer that is not what it must be.
+        ProposerFailed: for an error of its own; what the user can mend, and a lack of memory, pass as they are.
+    """
+    try:
+        draft = propose()
+    except (UserError, ContractError, ProposerFailed):
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        what = f"raised {type(error).__name__} ({one_line(error)}) where it had to return a Draft"
+        raise ProposerFailed(f"{who} {what}; an empty one is always allowed") from error
+    if fault := fault_of(draft, asked, vocabulary):
+        raise ContractError(f"{who} {fault}")
+    assert isinstance(draft, Draft)  # without a fault it is
+    return draft
+
+
 def fault_of(draft: object, asked: Sequence[int], vocabulary: int) -> str | None:
     """What is wrong with a proposer's answer to `asked` lengths, for a target of so many ids; None if nothing is.
 
@@ -75,6 +106,8 @@ def fault_of(draft: object, asked: Sequence[int], vocabulary: int) -> str | None
     """
     if not isinstance(draft, Draft):
         return f"returned a {type(draft).__name__}, not a Draft"
+    if fault := _form_fault(draft):
+        return fault
     rows, longest = len(asked), max(draft.lengths, default=0)
     if len(draft.lengths) != rows or any(k > limit for k, limit in zip(draft.lengths, asked, strict=False)):
         return f"returned drafts of {draft.lengths} tokens where at most {list(asked)} were asked"
@@ -89,6 +122,21 @@ def fault_of(draft: object, asked: Sequence[int], vocabulary: int) -> str | None
     if draft.tokens.device.type != "cpu":
         return None
     return next((fault for b in range(rows) if (fault := _row_fault(draft, b, vocabulary))), None)
+
+
+def _form_fault(draft: Draft) -> str | None:
+    """What keeps the parts of a draft from being compared with each other and with what was asked."""
+    for name, part in (("tokens", draft.tokens), ("q", draft.probs)):
+        if part is not None and not isinstance(part, Tensor):
+            return f"returned {name} as a {type(part).__name__}, not a tensor"
+    if draft.tokens.dim() != 2 or draft.tokens.is_floating_point() or draft.tokens.is_complex():
+        return f"returned tokens of shape {list(draft.tokens.shape)} and type {draft.tokens.dtype}, not [B, K] of ids"
+    if not isinstance(draft.lengths, Sequence) or not all(isinstance(k, Integral) and k >= 0 for k in draft.lengths):
+        return f"returned lengths {draft.lengths!r}, not a list of whole numbers from 0 up"
+    for name, labels in (("sources", draft.sources), ("drawn", draft.drawn)):
+        if labels is not None and len(labels) != len(draft.lengths):
+            return f"returned {len(labels)} {name} for {len(draft.lengths)} drafts"
+    return None
 
 
 def _row_fault(draft: Draft, b: int, vocabulary: int) -> str | None:

@@ -33,6 +33,10 @@ class UserError(ValueError):
         return UserError(self.message, key=f"{group}.{self.key}" if self.key else group)
 
 
+class ProposerFailed(RuntimeError):
+    """A proposer raised an error of its own, which is the cause, where it had to propose."""
+
+
 class ContractError(RuntimeError):
     """A proposer broke its contract (too many tokens, an id the target lacks, no mass in q), or a policy its own."""
 
@@ -100,3 +104,9 @@ def having(key: str, value: Any, method: str) -> Any:
     if not callable(getattr(value, method, None)):
         raise UserError(f"{type(value).__name__} has no method {method!r}, which it needs.", key=key)
     return value
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that the machine or a device had no memory left; torch raises several errors for that."""
+    says_so = any(words in str(error) for words in ("out of memory", "can't allocate memory"))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,13 +16,13 @@ from torch import Tensor
 from specpipe.acceptance import Verdict, decides_on_device, draft_logprobs, emitted_logprobs, judge_on_device, judge_row
 from specpipe.chance import Chance
 from specpipe.clock import StepClock
-from specpipe.draft import Draft, fault_of
+from specpipe.draft import Draft, asked_of
 from specpipe.draft_length import DraftLength, Fixed
-from specpipe.errors import ContractError, UserError, having, integer
+from specpipe.errors import ContractError, UserError, having, integer, ran_out_of_memory
 from specpipe.proposers import Proposer
 from specpipe.samplers import Sampler
 from specpipe.sequence import Sequence, Step
-from specpipe.settings import GenerationSettings
+from specpipe.settings import LONGEST_DRAFT, GenerationSettings
 from specpipe.stats import Completion, completion
 from specpipe.text import Piece, StopWatch, TextCodec
 
@@ -29,11 +31,11 @@ class Pipeline:
     """Decodes prompts: proposer x verifier x sampler.
 
     Args:
-        verifier: the target behind one call (`score`, `roll_back`, `target`, `device`).
+        verifier: the target behind one call (`score`, `roll_back`, `forget`, `target`, `device`).
         proposer: who guesses.
         sampler: who accepts.
         settings: how tokens are drawn and when a request ends.
-        num_speculative_tokens: gamma, the longest draft of a step; 0 is plain decoding.
+        num_speculative_tokens: gamma, the longest draft of a step, LONGEST_DRAFT at most; 0 is plain decoding.
         draft_length: how many of them each step asks for; all, if None.
         seed: of the run; a request's randomness depends on it and on the request alone.
         chat: apply the tokenizer's chat template; None applies it if there is one.
@@ -61,7 +63,7 @@ class Pipeline:
         self.proposer = proposer
         self.sampler = sampler
         self.settings = settings
-        self.gamma = integer("num_speculative_tokens", num_speculative_tokens, 0)
+        self.gamma = integer("num_speculative_tokens", num_speculative_tokens, 0, LONGEST_DRAFT)
         self.draft_length = draft_length or Fixed()
         self.seed = integer("seed", seed, 0)
         self.score_drafts = score_drafts
@@ -96,7 +98,7 @@ class Pipeline:
         other = copy.copy(self)
         _refuse_foreign_ids(settings, self.verifier.target)
         other.sampler, other.settings, other.draft_length = sampler, settings, draft_length
-        other.gamma = integer("num_speculative_tokens", num_speculative_tokens, 0)
+        other.gamma = integer("num_speculative_tokens", num_speculative_tokens, 0, LONGEST_DRAFT)
         return other
 
     def step(self, sequences: list[Sequence]) -> list[Step]:
@@ -134,17 +136,43 @@ class Pipeline:
 
         Newcomers have their prompts read in a pass of their own, beside which the others' one-token passes would wait.
         `follow` makes the request that comes behind a finished one, such as a conversation's next turn, and has first
-        claim to its place; None for nothing.
+        claim to its place; None for nothing. Where there is no memory for so many, half of them go on and the others as
+        soon as there is room, which is said once; their texts are what they would have been.
         """
         waiting = deque(_unfinished(sequences, follow))
         running: list[Sequence] = []
+        size = batch_size
         while waiting or running:
-            new = [waiting.popleft() for _ in range(min(len(waiting), batch_size - len(running)))]
-            together = new or running
-            yield from zip(together, self.step(together), strict=True)
+            new = [waiting.popleft() for _ in range(min(len(waiting), size - len(running)))]
+            together, begun = new or running, [*running, *new]
+            steps = self.step(together) if len(begun) == 1 else self._attempt(together)
+            if steps is None:
+                if size == batch_size:
+                    what = f"there is no memory for {len(begun)} requests at a time"
+                    warnings.warn(f"{what}; decoding goes on with {len(begun) // 2} at most", stacklevel=2)
+                size = len(begun) // 2
+                waiting.extendleft(reversed([*running[size:], *new]))
+                running = running[:size]
+                continue
+            yield from zip(together, steps, strict=True)
             ended = [sequence for sequence in together if sequence.finish_reason is not None]
-            running = [sequence for sequence in (*running, *new) if sequence.finish_reason is None]
+            running = [sequence for sequence in begun if sequence.finish_reason is None]
             waiting.extendleft(reversed(list(_unfinished(ended, follow))))
+
+    def _attempt(self, sequences: list[Sequence]) -> list[Step] | None:
+        """Their step, or None, with everything as it was before, if there is no memory for it."""
+        done = [len(sequence.steps) for sequence in sequences]
+        for sequence in sequences:
+            sequence.chance.mark()
+        try:
+            return self.step(sequences)
+        except Exception as error:
+            if not ran_out_of_memory(error) or [len(sequence.steps) for sequence in sequences] != done:
+                raise
+        for sequence in sequences:
+            sequence.chance.rewind()
+        self.verifier.forget()
+        return None
 
     def sequences(
         self, prompts: Items[str | Items[int]], seen: Counter[tuple[int, ...]] | None = None
@@ -241,11 +269,10 @@ class Pipeline:
     def _proposed(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         """The proposer's draft, if it keeps its contract as far as that can be seen."""
         before = [len(sequence.tokens) for sequence in sequences]
-        draft = self.proposer.propose(sequences, lengths)
+        propose = partial(self.proposer.propose, sequences, lengths)
+        draft = asked_of(self._proposer_name, propose, lengths, self.verifier.target.vocabulary)
         if [len(sequence.tokens) for sequence in sequences] != before:
             raise ContractError(f"{self._proposer_name} changed the tokens of a request, which are read-only")
-        if fault := fault_of(draft, lengths, self.verifier.target.vocabulary):
-            raise ContractError(f"{self._proposer_name} {fault}")
         return draft
 
     def _accept(self, sequences: list[Sequence], draft: Draft, logits: list[Tensor]) -> list[Verdict]:

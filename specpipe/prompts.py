@@ -117,7 +117,7 @@ def demo(*, limit: int | None = None, per_category: int | None = None, chat: boo
 
 def one(prompt: str, chat: bool | None) -> Prompts:
     """A single prompt; `-` reads standard input."""
-    given = _standard_input() if prompt == "-" else prompt
+    given = standard_input("prompt") if prompt == "-" else prompt
     return Prompts([_encodable(given, "the text", "prompt")], _chat(chat, "prompts.chat"))
 
 
@@ -125,14 +125,18 @@ def _chat(chat: bool | None, key: str = "chat") -> bool | None:
     return None if chat is None else flag(key, chat)
 
 
-def _standard_input() -> str:
-    """All of it, but for the newline that `echo` puts at its end. As UTF-8, whatever the locale says."""
+def standard_input(key: str) -> str:
+    """All of it, but for the newline that `echo` puts at its end. As UTF-8, whatever the locale says.
+
+    Raises:
+        UserError: under `key`, if there is none, or it is no text.
+    """
     if sys.stdin is None:
-        raise UserError("there is no standard input to read.", key="prompt")
+        raise UserError("there is no standard input to read.", key=key)
     try:
         given = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError("standard input is not UTF-8 text.", key="prompt") from error
+        raise UserError("standard input is not UTF-8 text.", key=key) from error
     return given.replace("\r\n", "\n").removesuffix("\n")
 
 
@@ -210,7 +214,7 @@ def _values(lines: TextIO, name: str) -> Iterator[tuple[str, Any]]:
 def _loaded(given: str, name: str, number: int) -> Any:
     """The value of a JSON text that begins in line `number`."""
     try:
-        return json.loads(given)
+        return json.loads(given.rstrip())  # else what is missing at the end is looked for in the next line
     except (ValueError, RecursionError) as error:
         where = f"{name}, line {number + getattr(error, 'lineno', 1) - 1}"
         raise UserError(f"{where}: not JSON ({getattr(error, 'msg', error)}).", key="path") from error

@@ -11,9 +11,11 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
+
+from hydra.core.hydra_config import HydraConfig
 
 from specpipe import __version__
 from specpipe.errors import UserError
@@ -121,9 +125,15 @@ class RunFolder:
             write(self.folder)
 
     def finish(self) -> str | None:
-        """Save everything. A line that says what could not be saved, else None."""
-        with self._told_at_the_end():
+        """Save everything. A line that says what could not be saved, else None.
+
+        A result that the folder has no room for goes to the machine's folder for temporary files, where there may be.
+        """
+        try:
             self._save()
+        except OSError as error:
+            place = self._saved_elsewhere()
+            self._lost = self._loss(error) + (f"; result.json is {str(place)!r}." if place else ".")
         return self._lost
 
     def _save_if_due(self) -> None:
@@ -137,7 +147,21 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            self._lost = f"not all results could be saved in {str(self.folder)!r}: {error.strerror}."
+            self._lost = f"{self._loss(error)}."
+
+    def _loss(self, error: OSError) -> str:
+        return f"not all results could be saved in {str(self.folder)!r}: {error.strerror}"
+
+    def _saved_elsewhere(self) -> Path | None:
+        place: Path | None = None
+        try:
+            place = Path(tempfile.mkdtemp(prefix="specpipe-"))
+            _write_json(place / RESULT, self.result)
+        except OSError:
+            if place:
+                shutil.rmtree(place, ignore_errors=True)
+            return None
+        return place / RESULT
 
     def _save(self) -> None:
         start = time.monotonic()
@@ -157,10 +181,13 @@ def read_result(folder: str | Path, key: str) -> dict[str, Any]:
         key: the configuration key that named it, for the message.
 
     Raises:
-        UserError: if it is not the folder of a run.
+        UserError: if it is not the folder of a run, or the one that this run writes to.
     """
+    place = from_start(folder)
+    if HydraConfig.initialized() and place.resolve() == Path(HydraConfig.get().runtime.output_dir).resolve():
+        raise UserError(f"{str(folder)!r} is where this run writes to; hydra.run.dir=... names another place.", key=key)
     try:
-        result = json.loads((from_start(folder) / RESULT).read_text(encoding="utf-8"))
+        result = json.loads((place / RESULT).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{str(folder)!r} has no {RESULT} that can be read: {error.strerror}.", key=key) from error
     except ValueError as error:
@@ -187,9 +214,9 @@ def undisturbed() -> Iterator[None]:
         return
     received: list[tuple[int, FrameType | None]] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in handlers:
-        signal.signal(number, lambda *signal_and_frame: received.append(signal_and_frame))
     try:
+        for number in handlers:
+            signal.signal(number, lambda *signal_and_frame: received.append(signal_and_frame))
         yield
     finally:
         for number, handler in handlers.items():

@@ -13,6 +13,8 @@ from specpipe.errors import UserError, choice, flag, integer, number
 LARGEST = 1e30  # logits stay finite in float32
 MOST_DIVIDED = 1e6  # so do those of that size when a penalty below 1 raises them
 COLDEST = 1e-30  # a smaller divisor is not a normal float32
+LONGEST_DRAFT = 1000  # tokens of a step's draft; no proposer guesses so many
+LARGEST_SEED = 2**32 - 1  # numpy's
 
 
 class GenerationSettings:

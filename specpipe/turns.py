@@ -108,10 +108,6 @@ class Requests:
             self._passed += 1
             yield request
 
-    def begun(self) -> list[Request]:
-        """Those that have steps and that `finished` did not give, in order."""
-        return [each for each in self.made() if each.number >= self._passed and each.sequence.steps]
-
     def labels(self, request: Request) -> dict[str, object]:
         """What result.json says of a request beside its completion: category and place, where there are such."""
         labels: dict[str, object] = {"category": request.category} if self.categories else {}

@@ -56,14 +56,14 @@ REFUSED = {
     "num_speculative_tokens=2.5": ["num_speculative_tokens: 2.5 is not a whole number."],
     "trace=maybe": ["trace: 'maybe' is not true or false."],
     "prompt=[1,2]": ["prompt: [1, 2] is not a text."],
-    "proposer.max_ngram=x": ["proposer.max_ngram: 'x' is not a whole number from 1 up."],
+    "proposer.max_ngram=x": ["proposer.max_ngram: 'x' is not a whole number from 1 to 1000."],
     "generation.temperature=-1": ["generation.temperature: -1 is not a number from 0 up."],
     "generation.temperature=nan": ["generation.temperature: nan is not a number"],
     "generation.top_p=0": ["generation.top_p: 0 is not a number above 0 to 1."],
     "generation.max_new_tokens=-3": ["generation.max_new_tokens: -3 is not"],
     "generation.stop_token_ids=5": ["generation.stop_token_ids: 5 is not a list of token ids"],
-    "num_speculative_tokens=-1": ["num_speculative_tokens: -1 is not a whole number from 0 up."],
-    "seed=-1": ["seed: -1 is not a whole number from 0 up."],
+    "num_speculative_tokens=-1": ["num_speculative_tokens: -1 is not a whole number from 0 to 1000."],
+    "seed=-1": ["seed: -1 is not a whole number from 0 to 4294967295."],
     "target.dtype=bf16": ["target.dtype: 'bf16'", "Did you mean 'bfloat16'?"],
     "target.device=tpu": ["target.device: 'tpu' is not a device of this machine"],
     "target=hf": ["target.model: has no value, and needs one"],
@@ -316,7 +316,7 @@ def test_a_failed_job_is_one_line_and_the_others_go_on(specpipe, seen) -> None:
     ran = specpipe("decode", "-m", *TINY, "seed=3,-1,4")
     assert ran.code == 2
     mistakes = [line for line in ran.err.splitlines() if "[HYDRA]" not in line]
-    assert mistakes == ["specpipe: job 1: seed: -1 is not a whole number from 0 up."]
+    assert mistakes == ["specpipe: job 1: seed: -1 is not a whole number from 0 to 4294967295."]
     assert [config.seed for config in seen] == [3, 4]
 
 

@@ -96,7 +96,7 @@ def test_result_json_keeps_its_contract(decode: Decode, tmp_path: Path, twelve: 
         "parameters": result["target"]["parameters"],
         "device": "cpu",
     }
-    assert [result[part] for part in ("proposer", "sampler", "verifier")] == ["ngram", "rejection", "eager"]
+    assert [result[part] for part in ("proposer", "sampler", "verifier")] == ["ngram", "rejection", "packed"]
     assert result["config"]["proposer"]["max_ngram"] == 3
     assert result["config"]["generation"]["max_new_tokens"] == 6
     assert result["lossless"] is True
@@ -186,15 +186,27 @@ def test_a_killed_run_has_left_the_requests_finished_before(
     assert left[0]["summary"]["new_tokens"] >= 12
 
 
-def test_a_bug_in_a_users_proposer_keeps_its_traceback_and_the_requests_before_it(
-    decode: Decode, tmp_path: Path, twelve: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("traced", ["0", "1"])
+def test_a_bug_in_a_users_proposer_is_one_line_and_keeps_the_requests_before_it(
+    decode: Decode,
+    tmp_path: Path,
+    twelve: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    traced: str,
 ) -> None:
+    """It names the class, what it raised and what was due; HYDRA_FULL_ERROR=1 shows where."""
+
     def bug() -> None:
         raise ZeroDivisionError("mine")
 
     monkeypatch.setattr(InTheMiddle, "happening", staticmethod(bug))
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        decode(*twelve, *IN_THE_MIDDLE)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", traced)
+    assert decode(*twelve, *IN_THE_MIDDLE) == 2
+    err = capsys.readouterr().err
+    line = "specpipe: InTheMiddle raised ZeroDivisionError (mine) where it had to return a Draft"
+    assert err.splitlines()[-1] == f"{line}; an empty one is always allowed; HYDRA_FULL_ERROR=1 shows where."
+    assert ('raise ZeroDivisionError("mine")' in err) == (traced == "1")
     result = result_of(tmp_path / "run")
     assert [request["finish_reason"] for request in result["requests"]] == ["length", "length", "interrupted"]
     assert result["summary"]["new_tokens"] == 14

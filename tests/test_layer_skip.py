@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import specpipe
-from specpipe.errors import UserError
+from specpipe.errors import ProposerFailed, UserError
 from specpipe.pipeline import Pipeline
 from specpipe.proposers.layer_skip import LayerSkip, with_layers
 from specpipe.samplers.rejection import Rejection
@@ -109,7 +109,7 @@ def test_other_layers_in_the_targets_cache_would_be_seen() -> None:
 
     proposer = Compared(lambda: LayerSkip(layers=[0, 2]))
     proposer.sharing = Reckless(layers=[0, 2])
-    with pytest.raises(AssertionError):
+    with pytest.raises(ProposerFailed, match="AssertionError"):
         pipeline_of(proposer, four_layers(), temperature=1.0).generate(PROMPTS)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specpipe.chance import Chance
 from specpipe.draft import Draft
+from specpipe.errors import ProposerFailed
 from specpipe.pipeline import Pipeline
 from specpipe.proposers.layer_skip import with_layers
 from specpipe.samplers.rejection import Rejection
@@ -117,7 +118,7 @@ def test_another_place_would_be_seen(monkeypatch: pytest.MonkeyPatch, place: Cal
         )
 
     monkeypatch.setattr(States, "of", of)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ProposerFailed, match="AssertionError"):
         decoded(sharpened(small("Llama")), 1)
 
 

@@ -83,7 +83,9 @@ class TargetText:
         batch_size: int = 16,
         folder: str | None = None,
     ) -> None:
-        paths = [prompts] if isinstance(prompts, str) else list(prompts or [str(DEMO)])
+        paths = [str(DEMO)] if prompts is None else [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(paths, Items) or not paths or not all(isinstance(path, str) for path in paths):
+            raise UserError(f"{prompts!r} is not a file or a list of files.", key="prompts")
         self.limit = None if limit is None else integer("limit", limit, 1)
         self.tokens = None if tokens is None else integer("tokens", tokens, 1)
         if isinstance(temperatures, (str, float, int)) or not temperatures:
@@ -94,7 +96,7 @@ class TargetText:
         self.val_share = number("val_share", val_share, 0, 0.5, above=True)
         self.seed, self.rows = integer("seed", seed, 0), integer("rows", rows, 1)
         self.batch_size = integer("batch_size", batch_size, 1)
-        self.folder = None if folder is None else from_start(folder)
+        self.folder = None if folder is None else from_start(str(folder))
         self.texts = _texts(paths)
 
     def prepare(self, target: Target, note: Note) -> Corpus:
@@ -381,7 +383,7 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _texts(paths: list[str]) -> list[str]:
+def _texts(paths: Items[str]) -> list[str]:
     """Of all files, each once."""
     try:
         return list(dict.fromkeys(text for path in paths for text in jsonl(path=path).texts))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specpipe.errors import UserError
+from specpipe.errors import UserError, one_line
 from specpipe.paths import from_start
 
 CHECKPOINTS, LAST, BEST, POINTS = "checkpoints", "last", "best", "metrics.jsonl"
@@ -34,17 +34,39 @@ def checkpoint_of(resume: str | None, folder: Path) -> Path | None:
 
 
 def brought_over(found: Path | None, folder: Path) -> Path | None:
-    """A checkpoint brought into the folder of this run, with the best one and the curves before it."""
+    """A checkpoint brought into the folder of this run, with the best one and the curves before it.
+
+    Raises:
+        UserError: if one of them is damaged: better now than when the training is done.
+    """
     if found is None:
         return None
     before, own = found.parent.parent, place(folder)
+    content, best = loaded(found), found.with_name(f"{BEST}.ckpt")
+    if best.is_file():
+        loaded(best)
     if before.resolve() != folder.resolve():
         own.parent.mkdir(parents=True, exist_ok=True)
         for file in (f"{CHECKPOINTS}/{BEST}.ckpt", POINTS):
             if (before / file).is_file():
                 shutil.copy2(before / file, folder / file)
-        torch.save(_moved(torch.load(found, weights_only=True), str(own.parent.resolve())), own)
+        torch.save(_moved(content, str(own.parent.resolve())), own)
     return own
+
+
+def loaded(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds.
+
+    Raises:
+        UserError: for one that was cut short, or is none.
+    """
+    try:
+        content = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch has another one for each kind of damage
+        raise UserError(f"{str(checkpoint)!r} is damaged: {one_line(error)}", key="resume") from error
+    if not isinstance(content, dict) or not isinstance(content.get("callbacks"), dict):
+        raise UserError(f"{str(checkpoint)!r} is not the checkpoint of a training.", key="resume")
+    return content
 
 
 def place(folder: Path) -> Path:
@@ -56,7 +78,7 @@ def wandb_run(checkpoint: Path | None) -> str | None:
     """The wandb run that the checkpoint belongs to."""
     if checkpoint is None:
         return None
-    callbacks = torch.load(checkpoint, weights_only=True)["callbacks"]
+    callbacks = loaded(checkpoint)["callbacks"]
     return next((state["wandb"] for name, state in callbacks.items() if name.startswith("Ledger")), None)
 
 

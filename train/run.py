@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from omegaconf import DictConfig
 
 from specpipe.commands.parts import ending
 from specpipe.config import build, plain
-from specpipe.errors import choice, integer
+from specpipe.errors import UserError, choice, integer
 from specpipe.report.training import training_page
 from specpipe.results import RunFolder, provenance
+from specpipe.settings import LONGEST_DRAFT
 from specpipe.verifier.targets import Target
 from train.batches import DraftData
 from train.check import Agreement, decoded_as_walked
@@ -26,26 +26,30 @@ from train.generate import Corpus, TargetText
 from train.ledger import Ledger
 from train.logger import TrackerLogger
 from train.module import DraftTraining
-from train.resume import BEST, CHECKPOINTS, LAST, brought_over, checkpoint_of, place, wandb_run
+from train.resume import BEST, CHECKPOINTS, LAST, brought_over, checkpoint_of, loaded, place, wandb_run
 from train.students import Student
 
 TASKS = ("fit", "generate")
 GAMMA = 4  # drafted tokens of a step, where nothing else is said
 DRAFT = "draft"  # the folder of what was trained
 DISAGREES = 1
+# Keys that say how weights are trained. The others of `trainer` also say where validation runs.
+TRAINING = ("loss", "optimizer", "trainer.max_steps", "trainer.max_time", "trainer.val_every", "save_every", "resume")
 
 
 def run(config: DictConfig) -> int:
     """Train as configured; 0, or 1 if a real decode does not take the steps that validation says."""
     choice("task", config.task, TASKS)
     if config.num_speculative_tokens is not None:
-        integer("num_speculative_tokens", config.num_speculative_tokens, 1)
+        integer("num_speculative_tokens", config.num_speculative_tokens, 1, LONGEST_DRAFT)
     quiet_lightning()
     folder = Path(HydraConfig.get().runtime.output_dir)
     checkpoint = checkpoint_of(config.resume, folder)
-    build(config.trainer, "trainer")  # its mistakes show before hours of writing
     data: TargetText = build(config.data, "data")
     parts = {name: build(config[name], name) for name in ("student", "loss", "optimizer")}
+    if not parts["student"].trains:
+        _refuse_what_trains()
+    build(config.trainer, "trainer")  # its mistakes show before hours of writing
     target: Target = build(config.target, "target")
     corpus = data.prepare(target, note)
     if config.task == "generate":
@@ -55,6 +59,15 @@ def run(config: DictConfig) -> int:
     if corpus.fresh:  # the linear layers of who wrote it are packed
         target = build(config.target, "target")
     return Fit(config, data, corpus, target, folder, **parts).run(checkpoint)
+
+
+def _refuse_what_trains() -> None:
+    """A student without weights is counted; what was typed for a training would be ignored."""
+    for override in HydraConfig.get().overrides.task:
+        key = override.lstrip("+~").partition("=")[0]
+        if any(key == each or key.startswith(f"{each}.") for each in TRAINING):
+            student = HydraConfig.get().runtime.choices.get("student")
+            raise UserError(f"says how weights are trained, and student={student} has none.", key=key)
 
 
 def quiet_lightning() -> None:
@@ -134,7 +147,7 @@ class Fit:
     def _fit(self, trainer: lightning.Trainer, best: ModelCheckpoint, resumed: Path | None) -> None:
         """Train, and end with the weights that have the highest tau, not always the last ones."""
         try:
-            if any(weight.requires_grad for weight in self.student.parameters()):  # counts have nothing to train
+            if self.student.trains:
                 trainer.fit(self.module, self.batches, ckpt_path=resumed, weights_only=True)
         except SystemExit as error:  # Lightning's answer to Ctrl-C
             raise KeyboardInterrupt from error
@@ -142,7 +155,7 @@ class Fit:
         if self.module.validated_at != self.steps:
             trainer.validate(self.module, self.batches, verbose=False)
         if best.best_model_score is not None and self.module.figures[self.monitor] < float(best.best_model_score):
-            state = torch.load(best.best_model_path, weights_only=True)["state_dict"]
+            state = loaded(Path(best.best_model_path))["state_dict"]
             self.module.load_state_dict(state, strict=False)
             trainer.validate(self.module, self.batches, verbose=False)
 

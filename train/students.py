@@ -48,14 +48,15 @@ class Guesses:
 class Student(nn.Module):
     """What both trained kinds have in common.
 
-    `option` of the group `proposer` decodes with it; `start` is the first place that it can guess then, as in
-    `specpipe.walk`; `heads` is how many guesses begin at one place.
+    `option` of the group `proposer` decodes with it; `trains`: it has weights that a loss moves; `start` is the first
+    place that it can guess then, as in `specpipe.walk`; `heads` is how many guesses begin at one place.
 
     Args:
         vocabulary: how many ids it can say, the most frequent ones of the text; None: all.
     """
 
     option: str
+    trains = True
     start: int
     heads: int
     head_rows: Tensor
@@ -204,7 +205,7 @@ class TableStudent(Student):
         singletons: keep n-grams that occurred once, most of a table.
     """
 
-    option, start, heads = "table", 0, 1
+    option, trains, start, heads = "table", False, 0, 1
 
     def __init__(self, *, order: int = 2, singletons: bool = True) -> None:
         super().__init__(vocabulary=None)

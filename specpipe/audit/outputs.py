@@ -9,26 +9,21 @@ from typing import Any
 from specpipe.audit.reading import Answer
 from specpipe.errors import UserError
 from specpipe.paths import from_start
+from specpipe.prompts import standard_input
 
 KEYS = ("prompt_ids", "output_ids")
 
 
 def read_outputs(path: str) -> list[tuple[str, Answer]]:
-    """Every line's answer, with words for where it stands.
+    """Every line's answer, with words for where it stands. `-` reads standard input.
 
     Raises:
         UserError: naming the file and the line that cannot be used.
     """
     if not path:
         raise UserError("is empty; it needs the path of a file.", key="file")
-    file = from_start(path)
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path!r} is not UTF-8 text.", key="file") from error
-    except OSError as error:
-        raise UserError(f"{path!r} cannot be read: {error.strerror or error}.", key="file") from error
-    named = ((f"{file.name}, line {n}", line) for n, line in enumerate(lines, 1))
+    name, text = ("standard input", standard_input("file")) if path == "-" else (from_start(path).name, _content(path))
+    named = ((f"{name}, line {n}", line) for n, line in enumerate(text.split("\n"), 1))
     answers = [(where, _answer(line, where)) for where, line in named if line.strip()]
     if not answers:
         raise UserError(f"{path!r} holds no outputs.", key="file")
@@ -64,6 +59,15 @@ def write_outputs(answers: Iterable[Answer]) -> str:
     """The text of such a file."""
     rows = ({"prompt_ids": answer.prompt, "output_ids": answer.output} for answer in answers)
     return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+def _content(path: str) -> str:
+    try:
+        return from_start(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path!r} is not UTF-8 text.", key="file") from error
+    except OSError as error:
+        raise UserError(f"{path!r} cannot be read: {error.strerror or error}.", key="file") from error
 
 
 def _answer(line: str, where: str) -> Answer:

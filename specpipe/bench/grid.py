@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from specpipe.config import build, option
 from specpipe.errors import UserError, choice, integer, nearest, number
+from specpipe.settings import LONGEST_DRAFT
 
 PLAIN = "none"
 PEERS = ("hf",)
@@ -145,7 +146,7 @@ def _values(name: str, sweep: Any, single: Any, check: Any) -> list[Any]:
 def _gamma(key: str, value: Any) -> int:
     if value == 0:
         raise UserError("0 is plain decoding, which always runs beside the rest.", key=key)
-    return integer(key, value, 1)
+    return integer(key, value, 1, LONGEST_DRAFT)
 
 
 def _known(key: str, sampler: Any, own: str) -> str:

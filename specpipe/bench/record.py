@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from specpipe.bench.grid import Cell, Setting
 from specpipe.clock import PARTS
+from specpipe.errors import UserError, one_line
 from specpipe.sequence import Step
 
 FILE = "steps.jsonl"
@@ -58,6 +59,7 @@ class Record:
         self.done: list[Round] = []
         self._stretches: dict[tuple[Round, int], dict[Cell, list[Decoded]]] = defaultdict(dict)
         self._file: TextIO | None = None
+        self._failure: OSError | None = None  # of the file
 
     def keep(self, file: Path) -> None:
         """Write what comes to a file, which is begun anew."""
@@ -85,25 +87,42 @@ class Record:
         return found
 
     def take_over(self, file: Path) -> None:
-        """The rounds that another run came to the end of. What a kill left of a line is passed over."""
+        """The rounds that another run came to the end of. What a kill left of a line is passed over.
+
+        Raises:
+            UserError: for a file that is no such record.
+        """
         open_: dict[Round, list[Mapping[str, Any]]] = defaultdict(list)
-        for line in _lines(file):
-            if "done" in line:
-                round_ = _round(line["done"])
-                for each in open_.pop(round_, ()):
-                    self.add(round_, each["stretch"], _cell(each["cell"]), [_decoded(row) for row in each["requests"]])
-                self.end(round_)
-            else:
-                open_[_round(line["round"])].append(line)
+        try:
+            for line in _lines(file):
+                if "done" in line:
+                    round_ = _round(line["done"])
+                    for each in open_.pop(round_, ()):
+                        requests = [_decoded(row) for row in each["requests"]]
+                        self.add(round_, each["stretch"], _cell(each["cell"]), requests)
+                    self.end(round_)
+                else:
+                    open_[_round(line["round"])].append(line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{str(file)!r} is damaged: {one_line(error)}.", key="resume") from error
 
     def close(self) -> None:
+        """Nothing comes any more. Raises OSError if the file could not take everything."""
         if self._file:
-            with suppress(OSError):  # a full disk: the lines before it are there
+            try:
                 self._file.close()
+            except OSError as error:
+                self._failure = self._failure or error
+        if self._failure:
+            raise self._failure
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._file:
-            self._file.write(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
+        """A disk that is full ends the file, not the bench."""
+        if self._file and not self._failure:
+            try:
+                self._file.write(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
+            except OSError as error:
+                self._failure = error
 
 
 def _lines(file: Path) -> Iterator[Mapping[str, Any]]:

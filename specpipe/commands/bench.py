@@ -60,7 +60,7 @@ def run(config: DictConfig) -> int:
     view = BenchView(sum(map(bench.stretches, bench.rounds)) + listened)
 
     def last() -> None:
-        record.close()
+        out.written_by(lambda folder: record.close())
         out.put(**figures.refresh())
         out.write(PAGE, bench_page(out.result))
         tracker.log_page(out.folder / PAGE)
@@ -155,7 +155,8 @@ def resumed(config: DictConfig, choices: dict[str, str]) -> tuple[DictConfig, di
         UserError: if the folder is not that of a bench, and for a key that differs.
     """
     earlier = read_result(config.resume, "resume")
-    if earlier.get("command") != "bench" or not (from_start(config.resume) / FILE).is_file():
+    whole = earlier.get("command") == "bench" and isinstance(earlier.get("config"), dict)
+    if not whole or not (from_start(config.resume) / FILE).is_file():
         raise UserError(f"{config.resume!r} is not the folder of a bench.", key="resume")
     own, theirs = plain(config), earlier["config"]
     typed = [word.lstrip("+~").partition("=")[0].partition(".")[0] for word in HydraConfig.get().overrides.task]

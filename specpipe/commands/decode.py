@@ -71,6 +71,7 @@ class _Book:
     ) -> None:
         self._pipeline, self._requests, self._folder, self._profiler = pipeline, requests, folder, profiler
         self._traced: list[TracedRequest] | None = [] if trace else None
+        self._entered: set[int] = set()  # numbers of requests
         self._rows = 0
 
     def step(self, number: int, index: int, step: Step) -> None:
@@ -84,16 +85,21 @@ class _Book:
 
     def request(self, request: Request) -> dict[str, Any]:
         """A finished or interrupted request; its record."""
-        codec, sequence = self._pipeline.text, request.sequence
-        record = completion(request.text, sequence, codec.answer(sequence), self._pipeline.gamma).record()
-        record |= self._requests.labels(request)
-        self._folder.request(record)
-        if self._traced is not None:
-            self._traced.append(TracedRequest.of(record, sequence, codec))
+        with undisturbed():
+            codec, sequence = self._pipeline.text, request.sequence
+            record = completion(request.text, sequence, codec.answer(sequence), self._pipeline.gamma).record()
+            record |= self._requests.labels(request)
+            self._folder.request(record)
+            self._entered.add(request.number)
+            if self._traced is not None:
+                self._traced.append(TracedRequest.of(record, sequence, codec))
         return record
 
     def close(self) -> None:
-        """What is made of all requests: the page, if the run is traced, and what was profiled."""
+        """Enters what was begun when the run was interrupted, and writes what is made of all: profile and page."""
+        for request in self._requests.made():
+            if request.sequence.steps and request.number not in self._entered:
+                self.request(request)
         if self._profiler:
             self._profiler.stop()
             self._folder.put(profile=self._profiler.summary())
@@ -106,31 +112,23 @@ Records = Iterator[tuple[int, dict[str, Any]]]  # a request's number and its rec
 
 
 def _one_by_one(pipeline: Pipeline, requests: Requests, _: int, book: _Book, view: DecodeView) -> Records:
-    """Each request to its end, shown as it streams; recorded also when it is interrupted."""
+    """Each request to its end, shown as it streams."""
     for request in requests:
         number, sequence = request.number, request.sequence
         view.begin(number, request.text)
-        try:
-            for piece in pipeline.text.stream(sequence, _traced(pipeline.decode(sequence), number, book)):
-                view.piece(piece)
-        finally:
-            with undisturbed():
-                record = book.request(request)
+        for piece in pipeline.text.stream(sequence, _traced(pipeline.decode(sequence), number, book)):
+            view.piece(piece)
+        record = book.request(request)
         view.end(record)
         yield number, record
 
 
 def _together(pipeline: Pipeline, requests: Requests, size: int, book: _Book, view: DecodeView) -> Records:
     """Several requests a pass, each shown when it and those before it are finished."""
-    try:
-        for sequence, step in pipeline.decode_together(requests.firsts, size, requests.follow):
-            book.step(requests.of(sequence).number, len(sequence.steps) - 1, step)
-            yield from _shown(pipeline, requests.finished(), book, view)
-        yield from _shown(pipeline, requests.finished(), book, view)  # those that had nothing to decode
-    finally:
-        with undisturbed():
-            for request in requests.begun():
-                book.request(request)
+    for sequence, step in pipeline.decode_together(requests.firsts, size, requests.follow):
+        book.step(requests.of(sequence).number, len(sequence.steps) - 1, step)
+        yield from _shown(pipeline, requests.finished(), book, view)
+    yield from _shown(pipeline, requests.finished(), book, view)  # those that had nothing to decode
 
 
 def _shown(pipeline: Pipeline, finished: Iterator[Request], book: _Book, view: DecodeView) -> Records:

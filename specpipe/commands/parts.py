@@ -6,7 +6,7 @@ Pulls in the models' libraries only when a pipeline is built: commands without o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,24 +117,26 @@ def ending(
         last: writes what is made of the whole result, such as its page.
     """
     end = Ending(crashed)
+    saving = ExitStack()
     try:
         yield end
+        saving.enter_context(undisturbed())  # up to here Ctrl-C ends the run; from here on it waits until all is saved
     except OutputClosed:
         end.code = OUTPUT_CLOSED
     except KeyboardInterrupt:
         end.code = INTERRUPTED
         raise
     finally:
+        saving.enter_context(undisturbed())
+        problems: list[str | None] = []
+        saving.callback(lambda: problems.append(folder.finish()))
+        saving.callback(last)  # the latest is called first, and each whatever the others raise
         try:
-            with undisturbed():
-                last()
+            saving.close()
         finally:
-            with undisturbed():
-                problem = folder.finish()
-            if problem:
+            if problem := next(iter(problems), None):
                 note(f"specpipe: {problem}")
+                end.code = end.code or NOT_SAVED
             elif end.code in done:
                 note(f"result: {folder.folder / 'result.json'}")
-            if problem and not end.code:
-                end.code = NOT_SAVED
             tracker.finish(folder.result, end.code)

@@ -24,9 +24,9 @@ from specpipe.console import Console, written
 from specpipe.errors import UserError, integer, number
 from specpipe.report.plan import combination_columns, curve_columns, drafted_share, plan_page
 from specpipe.results import RunFolder
+from specpipe.settings import LONGEST_DRAFT
 from specpipe.tracking import NoRun
 
-LONGEST = 1000  # draft looked at
 HEAD = 8  # columns of the terminal for a line of a table's head: nine of them fit into 80
 HIGHEST = {"alpha": 1.0, "cost_ratio": math.inf}
 FORMS = {"alpha": ".3g", "cost_ratio": ".3g", "break_even_alpha": ".3f", "gamma": "d", "best_gamma": "d"}
@@ -65,7 +65,7 @@ def predictions(settled: Mapping[str, Any], source: Measured | None) -> list[Cel
     Raises:
         UserError: naming the key of a number that is missing or impossible.
     """
-    longest = integer("max_gamma", settled["max_gamma"], 1, LONGEST)
+    longest = integer("max_gamma", settled["max_gamma"], 1, LONGEST_DRAFT)
     gamma = None if settled["gamma"] is None else integer("gamma", settled["gamma"], 0, longest)
     operations = settled["operations_ratio"]
     operations = None if operations is None else number("operations_ratio", operations, 0)
@@ -170,7 +170,8 @@ def _show(cells: list[Cell], max_gamma: int) -> None:
         sys.stdout.write(capture.get())
         sys.stdout.flush()
     if any(cell["summary"]["best_gamma"] == max_gamma for cell in cells):
-        _note(f"note: the best gamma is the longest looked at; max_gamma={min(LONGEST, 2 * max_gamma)} looks further")
+        more = min(LONGEST_DRAFT, 2 * max_gamma)
+        _note(f"note: the best gamma is the longest looked at; max_gamma={more} looks further")
 
 
 def _answer(cell: Cell) -> Iterator[tuple[str, str]]:

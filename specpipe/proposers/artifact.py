@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specpipe.errors import UserError, one_line
+from specpipe.formats.checkpoint import load_tensors
 
 CARD, WEIGHTS, VOCABULARY = "draft.json", "model.safetensors", "vocabulary.safetensors"
 FORMAT, VERSION = "specpipe draft", 1
@@ -63,10 +63,10 @@ def load(folder: Path, kinds: Collection[str]) -> tuple[Card, dict[str, Tensor],
         UserError: for a folder that is no draft, is of another version or not one of `kinds`, or is damaged.
     """
     card = load_card(folder, kinds)
-    ids = _tensors(folder / VOCABULARY).get("ids")
+    ids = load_tensors(folder / VOCABULARY).get("ids")
     if ids is None or ids.dim() != 1 or not len(ids) or (ids.long().diff() <= 0).any() or ids[0] < 0:
         raise UserError(f"{str(folder)!r} is damaged: its kept ids are not ascending.", key="path")
-    return card, multiplied_out(_tensors(folder / WEIGHTS)), ids.long()
+    return card, multiplied_out(load_tensors(folder / WEIGHTS)), ids.long()
 
 
 def load_card(folder: Path, kinds: Collection[str]) -> Card:
@@ -108,11 +108,3 @@ def multiplied_out(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, weight in weights.items()
         if not name.endswith(SCALE)
     }
-
-
-def _tensors(file: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(file, "pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a mapping
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{str(file)!r} cannot be read: {one_line(error)}.", key="path") from error

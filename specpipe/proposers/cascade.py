@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
 from specpipe.config import build, option
-from specpipe.draft import Draft, fault_of
-from specpipe.errors import ContractError, UserError, flag, having
+from specpipe.draft import Draft, asked_of
+from specpipe.errors import UserError, flag, having
 from specpipe.proposers import Extender, Proposer
 from specpipe.sequence import Sequence
 
@@ -86,9 +87,8 @@ class Cascade:
                 continue
             askers, room = [sequences[b] for b in asked], [lengths[b] - len(rows[b][0]) for b in asked]
             given = [rows[b][0] for b in asked]
-            draft = extender.extend(askers, given, room) if extender else proposer.propose(askers, room)
-            if fault := fault_of(draft, room, self._size):
-                raise ContractError(f"{name} {fault}")
+            ask = partial(extender.extend, askers, given) if extender else partial(proposer.propose, askers)
+            draft = asked_of(name, partial(ask, room), room, self._size)
             for i, b in enumerate(asked):
                 if draft.lengths[i]:
                     sources[b] = sources[b] or name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from specpipe.verifier.targets import DTYPES, Target
 SHIPPED = Path(__file__).with_name("smollm2_distilled")
 KIND = "distilled"
 CONFIG = "config.json"
+OLD_ROPE = ("rope_theta", "partial_rotary_factor")  # beside `rope_scaling`, in version 4 of transformers
 REMEDY = "`python -m train student=distilled target=...` trains one"
 
 
@@ -43,7 +45,7 @@ class DistilledDraft(ModelProposer):
     Args:
         path: of its folder; None is the shipped one, which is for the default target.
         dtype: of its weights; with the target's own, both have one embedding in memory.
-        draw, min_confidence: see `ModelProposer`.
+        draw, min_confidence, copy_bias: see `ModelProposer`.
         quantize: see `DraftModel`.
 
     Raises:
@@ -57,9 +59,10 @@ class DistilledDraft(ModelProposer):
         dtype: str = "bfloat16",
         draw: str = "sample",
         min_confidence: float = 0.0,
+        copy_bias: Items[float] = (),
         quantize: str | None = None,
     ) -> None:
-        super().__init__(draw=draw, min_confidence=min_confidence)
+        super().__init__(draw=draw, min_confidence=min_confidence, copy_bias=copy_bias)
         if path is not None and not isinstance(path, (str, Path)):
             raise UserError(f"{path!r} is not the path of a folder.", key="path")
         self.path = SHIPPED if path is None else from_start(path)
@@ -72,7 +75,7 @@ class DistilledDraft(ModelProposer):
     def bind(self, target: Target) -> None:
         """Build the draft on the target's device. Raises UserError for a target that it cannot draft for."""
         device = drafting_device(target, self.quantize)
-        model, ids = self._load(target, device)
+        model, ids = self.load(target, device)
         refuse_unsupported(model)
         context = Target(model, target.tokenizer, KIND, str(self.path)).context
         if trimmed := len(ids) < target.vocabulary:
@@ -80,8 +83,8 @@ class DistilledDraft(ModelProposer):
         prepare(model, int8=self.quantize is not None)
         self._use(model, target.vocabulary, context, SameTokens(ids.to(device) if trimmed else None))
 
-    def _load(self, target: Target, device: torch.device) -> tuple[Any, Tensor]:
-        """The model with its whole head, and the ids [D] that it keeps."""
+    def load(self, target: Target, device: torch.device) -> tuple[Any, Tensor]:
+        """The model with its whole head, and the ids [D] that it keeps. Raises UserError as `bind` does."""
         self._refuse_unless(vocabulary_hash(target.tokenizer) == self._card.vocabulary, target, "vocabulary")
         _, weights, ids = artifact.load(self.path, [KIND])
         blank = self._blank()
@@ -107,7 +110,7 @@ class DistilledDraft(ModelProposer):
             raise self._damaged(f"it has no {CONFIG}")
         try:
             with quiet_transformers(), torch.device("meta"):
-                return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.path))
+                return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.path, trust_remote_code=False))
         except Exception as error:
             raise self._damaged(f"{CONFIG}: {one_line(error)}") from error
 
@@ -218,10 +221,15 @@ def save_draft(folder: Path, model: Any, card: Card, ids: Tensor) -> None:
         card: of kind `distilled`.
         ids: [D] ascending, those that the draft was trained to say.
     """
+    save_model(folder, model)
+    artifact.save_card(folder, card, ids)
+
+
+def save_model(folder: Path, model: Any) -> None:
+    """Write a causal LM as `transformers` and others load it, without a tokenizer."""
     with quiet_transformers():
         model.save_pretrained(folder)
     _write_config(folder, model)
-    artifact.save_card(folder, card, ids)
 
 
 def save_trained_parts(folder: Path, model: Any, card: Card, ids: Tensor) -> None:
@@ -236,7 +244,8 @@ def _write_config(folder: Path, model: Any) -> None:
     content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     content["architectures"] = [type(model).__name__]
     content["dtype"] = content["torch_dtype"] = str(model.dtype).removeprefix("torch.")
-    theta = (content.get("rope_parameters") or {}).get("rope_theta")
-    if theta is not None:
-        content["rope_theta"] = theta
+    rope = content.get("rope_parameters") or {}
+    content |= {key: rope[key] for key in OLD_ROPE if key in rope}
+    if rope.get("rope_type", "default") != "default":
+        content["rope_scaling"] = {key: value for key, value in rope.items() if key not in OLD_ROPE}
     (folder / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

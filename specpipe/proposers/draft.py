@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 import torch
 
 from specpipe.errors import UserError, choice, flag
@@ -20,7 +22,7 @@ class DraftModel(ModelProposer):
     Args:
         model: hub id or local directory.
         dtype: of the draft's weights.
-        draw, min_confidence: see `ModelProposer`.
+        draw, min_confidence, copy_bias: see `ModelProposer`.
         prepack: on a CPU, pack the linear layers' weights once.
         quantize: `int8` keeps the weights of the linear layers but the head in 8 bits, see `Int8Linear`; on a CPU, with
             dtype bfloat16.
@@ -33,10 +35,11 @@ class DraftModel(ModelProposer):
         dtype: str = "bfloat16",
         draw: str = "sample",
         min_confidence: float = 0.0,
+        copy_bias: Items[float] = (),
         prepack: bool = True,
         quantize: str | None = None,
     ) -> None:
-        super().__init__(draw=draw, min_confidence=min_confidence)
+        super().__init__(draw=draw, min_confidence=min_confidence, copy_bias=copy_bias)
         self.model, self.dtype, self.prepack = model, dtype, flag("prepack", prepack)
         self.quantize = quantization(quantize, dtype)
 

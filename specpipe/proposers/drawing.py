@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specpipe.distribution import probabilities
+from specpipe.distribution import argmax, probabilities
 from specpipe.draft import Draft
 from specpipe.errors import choice, number
+from specpipe.proposers.copying import Copying
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 
@@ -26,27 +27,30 @@ class Drawing:
         min_confidence: a draft ends where the best token has less probability than this, before that token is drawn;
             0 never. At temperature 0 the probability without the request's settings counts. The law is kept, since the
             end depends on the prefix alone.
+        copy_bias: see `Copying`.
 
     Raises:
         UserError: for a value out of range.
     """
 
-    def __init__(self, draw: str, min_confidence: float) -> None:
+    def __init__(self, draw: str, min_confidence: float, copy_bias: Items[float] = ()) -> None:
         self.draw = choice("draw", draw, DRAWS)
         self.min_confidence = number("min_confidence", min_confidence, 0, 1)
+        self._copying = Copying(copy_bias)
 
     def take(self, row: Row, logits: Tensor) -> bool:
         """Draft one more token, if the logits are confident enough; whether to go on. logits: [V] of the target's ids.
 
         The draft also ends where the request bans all that the logits can say.
         """
-        settings = row.sequence.settings
-        q = probabilities(logits, settings, row.sequence.prefix.then([*row.given, *row.drafted]))
+        settings, behind = row.sequence.settings, [*row.given, *row.drafted]
+        logits = self._copying.raised(logits, row.sequence, behind)
+        q = probabilities(logits, settings, row.sequence.prefix.then(behind))
         if q.sum().isnan() and not logits.isnan().any():
             return False
         drawn = self.draw == "sample" and settings.temperature > 0
         if self.min_confidence > 0 or not drawn:
-            best = int(q.argmax())
+            best = int(argmax(q))
             if self.min_confidence > 0 and _confidence(q, logits, settings)[best] < self.min_confidence:
                 return False
             if not drawn:

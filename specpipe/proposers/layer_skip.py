@@ -29,11 +29,18 @@ class LayerSkip(ModelProposer):
 
     Args:
         layers: how many of the first layers, or a list of their numbers from 0.
-        draw, min_confidence: see `ModelProposer`.
+        draw, min_confidence, copy_bias: see `Drawing`.
     """
 
-    def __init__(self, *, layers: int | Items[int] = 8, draw: str = "sample", min_confidence: float = 0.0) -> None:
-        super().__init__(draw=draw, min_confidence=min_confidence)
+    def __init__(
+        self,
+        *,
+        layers: int | Items[int] = 8,
+        draw: str = "sample",
+        min_confidence: float = 0.0,
+        copy_bias: Items[float] = (),
+    ) -> None:
+        super().__init__(draw=draw, min_confidence=min_confidence, copy_bias=copy_bias)
         if isinstance(layers, (int, str)) or not isinstance(layers, Items):
             self.layers = list(range(integer("layers", layers, 1)))
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,13 +27,13 @@ class ModelProposer:
     """Drafts with a model that `bind` of a subclass hands to `_use`.
 
     Args:
-        draw, min_confidence: see `Drawing`.
+        draw, min_confidence, copy_bias: see `Drawing`.
     """
 
     keeps_nothing = q_by_prefix = True
 
-    def __init__(self, *, draw: str = "sample", min_confidence: float = 0.0) -> None:
-        self._drawing = Drawing(draw, min_confidence)
+    def __init__(self, *, draw: str = "sample", min_confidence: float = 0.0, copy_bias: Items[float] = ()) -> None:
+        self._drawing = Drawing(draw, min_confidence, copy_bias)
         self._warned = False
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:

@@ -13,6 +13,8 @@ from specpipe.draft import Draft
 from specpipe.errors import UserError, integer
 from specpipe.sequence import Sequence
 
+LONGEST = 1000  # suffix; each length has a dictionary of its own
+
 
 class NgramProposer:
     """Looks the longest suffix of `max_ngram` down to `min_ngram` tokens up in the request's own text.
@@ -25,7 +27,7 @@ class NgramProposer:
     keeps_nothing = True
 
     def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        self.max_ngram = integer("max_ngram", max_ngram, 1)
+        self.max_ngram = integer("max_ngram", max_ngram, 1, LONGEST)
         self.min_ngram = integer("min_ngram", min_ngram, 1)
         if self.min_ngram > self.max_ngram:
             raise UserError(f"{min_ngram} is above max_ngram ({max_ngram}).", key="min_ngram")

@@ -43,3 +43,7 @@ class EagerVerifier:
     def roll_back(self, sequences: list[Sequence]) -> None:
         """Call after committing: the cache forgets what was scored and not committed."""
         self.reader.roll_back(sequences)
+
+    def forget(self) -> None:
+        """Let go of what the cache holds: there is no memory for it."""
+        self.reader.forget()

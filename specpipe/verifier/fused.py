@@ -60,24 +60,26 @@ class FusedLayer(nn.Module):
         heads = self.project(hidden_states, *position_embeddings)
         return self.finish(hidden_states, self.attend(*heads, attention_mask, cache))
 
-    def project(self, hidden_states: Tensor, cos: Tensor, signed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys, values of new tokens [B, W, H]: [B, N, W, D] each, the first two turned."""
-        batch, width, _ = hidden_states.shape
-        heads = self.qkv_proj(norm(self.input_layernorm, hidden_states)).view(batch, width, -1, self.head_dim)
-        turned, values = heads.split(self._heads, 2)
-        turned, values = turn(turned, cos, signed).transpose(1, 2), values.transpose(1, 2)
-        queries, keys = turned.split([turned.shape[1] - values.shape[1], values.shape[1]], 1)
-        return queries, keys, values
+    def project(self, hidden_states: Tensor, cos: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
+        """Of new tokens [..., H]: queries and keys behind them, turned, [..., N + G, D], and values [..., G, D]."""
+        heads = self.qkv_proj(norm(self.input_layernorm, hidden_states))
+        turned, values = heads.view(*heads.shape[:-1], -1, self.head_dim).split(self._heads, -2)
+        return turn(turned, cos, signed), values
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        """What new tokens see of themselves and of the cache, which takes them up: [B, W, N D]."""
+    def attend(self, turned: Tensor, values: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        """What new tokens see of themselves and of the cache, which takes them up.
+
+        From [B, W, N + G, D] and [B, W, G, D], as `project` gives them, to [B, W, N D].
+        """
+        turned, values = turned.transpose(1, 2), values.transpose(1, 2)
+        queries, keys = turned.split([turned.shape[1] - values.shape[1], values.shape[1]], 1)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
         seen, _ = self._attend(self, queries, keys, values, mask, scaling=self.scaling)
         return seen.reshape(*seen.shape[:2], -1)
 
     def finish(self, hidden_states: Tensor, seen: Tensor) -> Tensor:
-        """[B, W, H]: the layer's output, from its input and what was seen."""
+        """[..., H]: the layer's output, from its input and what was seen, [..., N D]."""
         hidden_states = hidden_states + self.o_proj(seen)
         gate, up = self.gate_up_proj(norm(self.post_attention_layernorm, hidden_states)).chunk(2, -1)
         return hidden_states + self.down_proj(self.act_fn(gate) * up)
@@ -103,7 +105,7 @@ class FusedAngles(nn.Module):
 
 
 def turn(heads: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
-    """Rotary position embedding of [B, W, N, D]: x cos + rotate_half(x) sin, the halves' sign being in `signed`."""
+    """Rotary position embedding of [..., N, D]: x cos + rotate_half(x) sin, the halves' sign being in `signed`."""
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return heads * cos + swapped * signed
 

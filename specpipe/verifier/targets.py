@@ -11,6 +11,7 @@ import torch
 
 from specpipe.errors import UserError, choice, integer, nearest, one_line
 from specpipe.paths import from_start
+from specpipe.settings import LARGEST_SEED
 from specpipe.verifier.linear import plain_weight
 from specpipe.verifier.quiet import quiet_transformers
 from specpipe.verifier.smollm2 import ensure_smollm2
@@ -99,7 +100,7 @@ def tiny(*, dtype: str = "float32", device: str = "auto", seed: int = 0) -> Targ
     """A random two-layer Llama over bytes, built in memory: for tests and smoke runs, it has nothing to say."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    integer("seed", seed, 0)
+    integer("seed", seed, 0, LARGEST_SEED)
     tokenizer = _byte_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -120,14 +121,18 @@ def tiny(*, dtype: str = "float32", device: str = "auto", seed: int = 0) -> Targ
 
 
 def _load(path: str, dtype: torch.dtype, device: torch.device, name: str | None = None) -> Target:
+    """A directory of `transformers`. Code that a model brings along is not run: such a model is refused."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    asked: dict[str, Any] = {"trust_remote_code": False}  # unless it is said, the library asks at the terminal
     try:
         with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **asked)
             model, report = loaded
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path, **asked)
     except Exception as error:  # whatever a directory that is not as it should be makes the library raise
+        if "trust_remote_code" in str(error):
+            raise UserError(f"{name or path!r} needs code of its own, which is not run.", key="model") from error
         raise UserError(f"{name or path!r} could not be loaded: {one_line(error)}", key="model") from error
     if missing := sorted(report["missing_keys"]):  # the library would make them up
         some = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]

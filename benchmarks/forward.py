@@ -4,7 +4,8 @@
 
 `words` are of the command line, such as target.dtype=float32, and hold for all; each `--engine` adds words of its own.
 The first is the one that the others are compared with; without any, the plain modules, packed ones, packed and fused
-ones, and compiled ones. They take turns, pass by pass, over one text; medians. Read ratios: milliseconds are this machine's, today.
+ones, and compiled ones. They take turns, pass by pass, over one text; medians. Read ratios: milliseconds are this
+machine's, today.
 """
 
 from __future__ import annotations

@@ -85,20 +85,21 @@ class Stream:
 
     def __init__(self, seed: bytes) -> None:
         self._source = random.Random(seed)
-        self._given: list[float] = []  # since the mark
+        self._given: list[float] | None = None  # since the mark, if there is one
         self._again: list[float] = []  # to be given before new ones, the next one last
 
     def random(self) -> float:
         """The next number."""
         number = self._again.pop() if self._again else self._source.random()
-        self._given.append(number)
+        if self._given is not None:
+            self._given.append(number)
         return number
 
     def mark(self) -> None:
         """Where `rewind` goes back to."""
-        self._given.clear()
+        self._given = []
 
     def rewind(self) -> None:
         """Give what was given since the mark once more, in its order."""
-        self._again += reversed(self._given)
-        self._given.clear()
+        self._again += reversed(self._given or [])
+        self._given = []

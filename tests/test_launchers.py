@@ -75,7 +75,9 @@ def test_joblib_runs_jobs_in_processes_as_they_run_in_one(tmp_path: Path) -> Non
     )
     assert ran.returncode == 2, ran.stderr
     mistakes = {line for line in ran.stderr.splitlines() if line.startswith("specpipe: job")}
-    assert mistakes == {f"specpipe: job {job}: seed: -1 is not a whole number from 0 to 4294967295." for job in (1, 3, 5)}
+    assert mistakes == {
+        f"specpipe: job {job}: seed: -1 is not a whole number from 0 to 4294967295." for job in (1, 3, 5)
+    }
     assert ran.stderr.count("Traceback") == ran.stderr.count("RuntimeError: a bug") == 1
     none, ngram, broken = (json.loads((tmp_path / "out/both" / job / "result.json").read_text()) for job in "024")
     assert (none["proposer"], ngram["proposer"]) == ("none", "ngram")

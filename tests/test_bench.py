@@ -63,6 +63,11 @@ def test_every_combination_is_a_cell_and_plain_decoding_is_first_in_each_setting
     assert made.generation(Setting(0.7, 1)).temperature == 0.7
 
 
+def test_a_key_that_has_no_value_of_its_own_can_be_given_one() -> None:
+    (_, draft) = grid("proposers=[{draft: {model: DIR}}]").cells(Setting(0.0, 1))
+    assert draft.proposer == "draft(model=DIR)"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -147,6 +152,19 @@ def test_repeats_of_a_prompt_are_one_cluster() -> None:
     ours = [request(p, step(1, 1, verify=1.5), repeat=r) for r in (0, 1) for p in (0, 1)]
     once = speedup(ours[:2], plain[:2])
     assert speedup(ours, plain) == pytest.approx(once)  # measuring twice is not knowing more prompts
+
+
+def test_prompts_that_share_passes_do_not_make_their_common_time_sure() -> None:
+    """All slow or all fast together: over prompts alone the interval would be too narrow, or have no width at all."""
+    plain = [request(p, step(verify=1.0)) for p in range(4)]
+    ours = [request(p, step(1, 0, verify=1.0 if p < 2 else 2.0)) for p in range(4)]
+    alone, shared = speedup(ours, plain), speedup(ours, plain, stretch=2)
+    assert shared["mean"] == alone["mean"]
+    assert shared["high"] - shared["low"] > 2 * (alone["high"] - alone["low"]) > 0
+    assert speedup(ours, plain, stretch=4) == {"mean": alone["mean"], "low": None, "high": None}
+    again = [request(p, step(1, 0, verify=2.0), repeat=1) for p in range(4)]
+    twice = [*plain, *(request(p, step(verify=1.0), repeat=1) for p in range(4))]
+    assert speedup(ours[:2] + again[:2], twice[:2] + twice[4:6], stretch=4)["low"] is not None
 
 
 # ---- figures of a cell ----

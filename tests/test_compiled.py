@@ -118,10 +118,12 @@ def test_programs_are_compiled_once_and_kept_and_round_as_the_modules_do(
 ) -> None:
     """The real compiler, two layers in bfloat16; then without a compiler, from the files."""
     monkeypatch.setenv("SPECPIPE_CACHE", str(tmp_path))
+    monkeypatch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")  # which another test may have imported
     plain = rows_read(EagerVerifier(tiny(dtype="bfloat16", device="cpu")))
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
+            warnings.filterwarnings("ignore", message="Reliance on distutils")
             verifier = CompiledVerifier(tiny(dtype="bfloat16", device="cpu"))
         assert isinstance(verifier.reader.model, CompiledModel)
         assert all(torch.equal(*both) for both in zip(rows_read(verifier), plain, strict=True))

@@ -75,12 +75,14 @@ def test_joblib_runs_jobs_in_processes_as_they_run_in_one(tmp_path: Path) -> Non
     )
     assert ran.returncode == 2, ran.stderr
     mistakes = {line for line in ran.stderr.splitlines() if line.startswith("specpipe: job")}
+    raised = "Broken raised RuntimeError (a bug) where it had to return a Draft; an empty one is always allowed;"
     assert mistakes == {
-        f"specpipe: job {job}: seed: -1 is not a whole number from 0 to 4294967295." for job in (1, 3, 5)
+        *(f"specpipe: job {job}: seed: -1 is not a whole number from 0 to 4294967295." for job in (1, 3, 5)),
+        f"specpipe: job 4: {raised} HYDRA_FULL_ERROR=1 shows where.",
     }
-    assert ran.stderr.count("Traceback") == ran.stderr.count("RuntimeError: a bug") == 1
+    assert "Traceback" not in ran.stderr
     none, ngram, broken = (json.loads((tmp_path / "out/both" / job / "result.json").read_text()) for job in "024")
     assert (none["proposer"], ngram["proposer"]) == ("none", "ngram")
     assert none["requests"][0]["token_ids"] == ngram["requests"][0]["token_ids"]
-    assert broken["requests"][0]["finish_reason"] == "interrupted"
+    assert broken["requests"] == []  # it raised before its first step
     assert {result["config"]["wandb"]["group"] for result in (none, ngram, broken)} == {"both"}

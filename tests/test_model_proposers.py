@@ -23,6 +23,7 @@ from specpipe.samplers.block import Block
 from specpipe.samplers.rejection import Rejection
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
+from specpipe.verifier.targets import tiny
 from tests.stand_ins import TableModel, chain, constant, context, greedy, pipeline_of, saved_tiny
 
 V = 3
@@ -277,6 +278,30 @@ def test_a_draft_from_a_directory_with_the_targets_weights_is_accepted_whole(dir
 def test_a_draft_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^proposer\.model: "):
         specpipe.load(*TINY, "proposer=draft", f"proposer.model={tmp_path}")
+
+
+def test_a_draft_with_broken_weights_is_refused_as_a_target_is(tmp_path: Path) -> None:
+    model, tokenizer = tiny_parts()
+    model.model.norm.weight.data.fill_(torch.nan)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^proposer\.model: .* gives logits that are not numbers"):
+        specpipe.load(*TINY, "proposer=draft", f"proposer.model={tmp_path}")
+
+
+def test_a_draft_that_cannot_read_all_ids_of_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    model, tokenizer = tiny_parts()
+    model.resize_token_embeddings(200)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^proposer\.model: the ids of its tokenizer go up to \d+, .* to 199:"):
+        specpipe.load(*TINY, "proposer=draft", f"proposer.model={tmp_path}")
+
+
+def tiny_parts() -> tuple[Any, Any]:
+    """Model and tokenizer of the target `tiny`."""
+    target = tiny(device="cpu")
+    return target.model, target.tokenizer
 
 
 def test_a_draft_model_checks_its_values_before_it_loads() -> None:

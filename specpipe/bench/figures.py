@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,16 +59,32 @@ def summary(cell: Cell, requests: Sequence[Decoded], plain: Sequence[Decoded]) -
     for request in requests:
         by_prompt[request.conversation] += request.steps
     figures = summarise(list(by_prompt.values()), cell.gamma or 0)
-    figures["speedup"] = speedup(requests, plain) if requests is not plain else _interval(1.0)
+    figures["speedup"] = speedup(requests, plain, cell.setting.stretch) if requests is not plain else _interval(1.0)
     if cell.peer:
         return figures | {"tokens_per_target_pass": None, "spec_decode": None, "timing": None}
     return figures | _against(plain, steps_of(requests), figures["alpha"]["mean"]) | _same_texts(cell, requests, plain)
 
 
-def speedup(requests: Sequence[Decoded], plain: Sequence[Decoded]) -> Interval:
-    """Tokens per second behind the prompt passes over those of plain decoding; its interval is over prompts."""
-    ours, theirs = _work(requests), _work(plain)
-    return _interval(*paired_ratio([(ours[prompt], theirs[prompt]) for prompt in sorted(ours.keys() & theirs.keys())]))
+def speedup(requests: Sequence[Decoded], plain: Sequence[Decoded], stretch: int = 1) -> Interval:
+    """Tokens per second behind the prompt passes over those of plain decoding; its interval is over prompts.
+
+    Prompts that share passes share their time, and what disturbed it. Where `stretch` of them do, the interval is the
+    wider one of that over prompts and that over stretches, and there is none for a single stretch.
+    """
+    over_prompts = _paired(requests, plain, lambda each: each.conversation)
+    if stretch == 1:
+        return over_prompts
+    over_stretches = _paired(requests, plain, lambda each: (each.repeat, each.conversation // stretch))
+    both = [each for each in (over_prompts, over_stretches) if each["low"] is not None]
+    if len(both) < 2:
+        return _interval(over_prompts["mean"])
+    return max(both, key=lambda each: (each["high"] or 0.0) - (each["low"] or 0.0))
+
+
+def _paired(requests: Sequence[Decoded], plain: Sequence[Decoded], unit: Callable[[Decoded], Any]) -> Interval:
+    """The ratio of both, its interval over units that are independent of each other."""
+    ours, theirs = _work(requests, unit), _work(plain, unit)
+    return _interval(*paired_ratio([(ours[each], theirs[each]) for each in sorted(ours.keys() & theirs.keys())]))
 
 
 def _against(plain: Sequence[Decoded], steps: list[Step], alpha: float | None) -> dict[str, Any]:
@@ -102,14 +118,12 @@ def _same_texts(cell: Cell, requests: Sequence[Decoded], plain: Sequence[Decoded
     return {"identical_texts": sum(same), "texts": len(same)}
 
 
-def _work(requests: Iterable[Decoded]) -> Mapping[int, tuple[float, float]]:
-    """By prompt the tokens behind its prompt passes, and the seconds that they took."""
-    groups: dict[int, list[Step]] = defaultdict(list)
+def _work(requests: Iterable[Decoded], unit: Callable[[Decoded], Any]) -> Mapping[Any, tuple[float, float]]:
+    """By unit the tokens behind the prompt passes, and the seconds that they took."""
+    groups: dict[Any, list[Step]] = defaultdict(list)
     for request in requests:
-        groups[request.conversation] += [step for step in request.steps if not step.prefill]
-    return {
-        prompt: (sum(len(s.tokens) for s in group), sum(timing(group).values())) for prompt, group in groups.items()
-    }
+        groups[unit(request)] += [step for step in request.steps if not step.prefill]
+    return {each: (sum(len(s.tokens) for s in group), sum(timing(group).values())) for each, group in groups.items()}
 
 
 def _interval(mean: float | None, low: float | None = None, high: float | None = None) -> Interval:

@@ -17,12 +17,20 @@ PLAIN = "none"
 PEERS = ("hf",)
 
 
+FULL_PASSES = 4  # prompts of a stretch for each request of a batch; alone, prompts take turns one by one
+
+
 @dataclass(frozen=True)
 class Setting:
     """What plain decoding depends on too: speedups are ratios within one."""
 
     temperature: float
     batch_size: int
+
+    @property
+    def stretch(self) -> int:
+        """Prompts that a cell decodes before the next one's turn; where they are several, they share passes."""
+        return 1 if self.batch_size == 1 else FULL_PASSES * self.batch_size
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def _proposer(entry: Any, key: str) -> tuple[str, DictConfig]:
     except UserError as error:
         raise UserError(error.message, key=key) from error
     for word in changes:
-        if word not in node:
+        if word not in node.keys():  # noqa: SIM118, a key without a value yet is one too
             known = [str(each) for each in node if each != "_target_"]
             raise UserError(f"{name} has no key {word!r}.{nearest(str(word), known)}", key=key)
     merged = OmegaConf.merge(node, changes)

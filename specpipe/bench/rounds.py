@@ -22,7 +22,6 @@ from specpipe.prompts import Prompts
 from specpipe.proposers import Proposer
 from specpipe.turns import Requests
 
-FULL_PASSES = 4  # prompts of a stretch for each request of a batch; alone, prompts take turns one by one
 WARM_UP_STEPS = 8  # of each request
 
 
@@ -131,8 +130,7 @@ class Bench:
             pass
 
     def _bounds(self, setting: Setting) -> list[tuple[int, int]]:
-        count = len(self._prompts.texts)
-        size = 1 if setting.batch_size == 1 else FULL_PASSES * setting.batch_size
+        count, size = len(self._prompts.texts), setting.stretch
         return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 

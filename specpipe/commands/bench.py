@@ -17,7 +17,7 @@ from specpipe.bench.grid import PLAIN, Cell, Grid, Setting
 from specpipe.bench.record import FILE, Decoded, Record, Round
 from specpipe.bench.rounds import Bench, Runner, named_prompts
 from specpipe.bench.terminal import BenchView
-from specpipe.commands.parts import build_pipeline, chosen_prompts, ending, head
+from specpipe.commands.parts import INTERRUPTED, build_pipeline, chosen_prompts, ending, head
 from specpipe.config import build, plain
 from specpipe.draft_length import Fixed
 from specpipe.errors import UserError
@@ -65,7 +65,7 @@ def run(config: DictConfig) -> int:
         out.write(PAGE, bench_page(out.result))
         tracker.log_page(out.folder / PAGE)
 
-    with ending(out, tracker, view.note, done=(0, NOT_REPRODUCED), last=last) as end:
+    with ending(out, tracker, view.note, done=(0, NOT_REPRODUCED, INTERRUPTED), last=last) as end:
         if config.resume is not None:
             record.take_over(from_start(config.resume) / FILE)
         with view:

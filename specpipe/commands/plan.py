@@ -169,7 +169,7 @@ def _show(cells: list[Cell], max_gamma: int) -> None:
     with written(sys.stdout):
         sys.stdout.write(capture.get())
         sys.stdout.flush()
-    if any(cell["summary"]["best_gamma"] == max_gamma for cell in cells):
+    if max_gamma < LONGEST_DRAFT and any(cell["summary"]["best_gamma"] == max_gamma for cell in cells):
         more = min(LONGEST_DRAFT, 2 * max_gamma)
         _note(f"note: the best gamma is the longest looked at; max_gamma={more} looks further")
 

@@ -10,7 +10,7 @@ from specpipe.errors import UserError, choice, flag
 from specpipe.proposers.model import ModelProposer
 from specpipe.proposers.translation import SameTokens, Translation
 from specpipe.verifier.prepared import prepare
-from specpipe.verifier.support import refuse_unsupported
+from specpipe.verifier.support import plain_logits, refuse_unsupported
 from specpipe.verifier.targets import Target, hf
 
 QUANTIZATIONS = ("int8",)
@@ -48,6 +48,7 @@ class DraftModel(ModelProposer):
         device = drafting_device(target, self.quantize)
         draft = hf(model=self.model, dtype=self.dtype, device=str(device))
         refuse_unsupported(draft.model)
+        plain_logits(draft.model)  # for what it refuses
         words = words_of(target, draft)
         prepare(draft.model, prepack=self.prepack, int8=self.quantize is not None)
         self._use(draft.model, target.vocabulary, draft.context, words)
@@ -71,6 +72,12 @@ def drafting_device(target: Target, quantize: str | None) -> torch.device:
 
 
 def words_of(target: Target, draft: Target) -> SameTokens | Translation:
-    """Nothing to translate if both tokenizers give the same tokens the same ids. Equal sizes prove nothing."""
+    """Nothing to translate if both tokenizers give the same tokens the same ids. Equal sizes prove nothing.
+
+    Raises UserError for a draft whose tokenizer has ids that its model lacks, and if they have too little in common.
+    """
+    if (last := max(draft.tokenizer.get_vocab().values())) >= draft.vocabulary:
+        what = f"the ids of its tokenizer go up to {last}, and those of the model to {draft.vocabulary - 1}"
+        raise UserError(f"{what}: it could not read them.", key="model")
     same = target.tokenizer.get_vocab() == draft.tokenizer.get_vocab()
     return SameTokens() if same else Translation(target, draft)

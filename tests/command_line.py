@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra._internal.hydra import Hydra
@@ -39,3 +42,8 @@ def runner(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
         return Ran(code=code, **capfd.readouterr()._asdict())
 
     return run
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    """The result.json of a run; a NaN or an infinity in it fails the test."""
+    return json.loads((folder / "result.json").read_text("utf-8"), parse_constant=lambda word: pytest.fail(word))

@@ -23,6 +23,7 @@ from specpipe.draft import Draft
 from specpipe.pipeline import Pipeline
 from specpipe.sequence import Sequence
 from specpipe.text import Piece
+from tests.command_line import result_of
 
 HERE = "tests.test_decode_command"
 QUICK = ["target=tiny", "target.device=cpu", "wandb=none"]
@@ -68,10 +69,6 @@ def decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
     torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def result_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text("utf-8"), parse_constant=lambda word: pytest.fail(word))
 
 
 @pytest.fixture

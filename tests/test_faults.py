@@ -46,7 +46,7 @@ from specpipe.sequence import Sequence
 from specpipe.verifier.cache import RowLayer
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.targets import tiny
-from tests.command_line import Run
+from tests.command_line import Run, result_of
 from tests.stand_ins import pipeline_of, right_but_at
 from train import generate
 from train.resume import brought_over
@@ -57,10 +57,6 @@ HERE = "tests.test_faults"
 TINY = ["target=tiny", "target.device=cpu", "target.dtype=float32", "wandb=none"]
 SHORT = "generation.max_new_tokens=3"
 FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
-def result_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text("utf-8"), parse_constant=lambda word: pytest.fail(word))
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from specpipe.draft import Draft
 from specpipe.errors import UserError
 from specpipe.export import texts
 from specpipe.export.heads import MedusaExport, MlpSpeculatorExport
@@ -27,11 +26,10 @@ from specpipe.proposers.mlp import HeadsProposer
 from specpipe.proposers.none import NoProposer
 from specpipe.samplers.block import Block
 from specpipe.samplers.rejection import Rejection
-from specpipe.sequence import Sequence
 from specpipe.verifier.targets import Target, tiny
 from tests.command_line import Run
 from tests.stand_ins import TableModel, random_heads, saved_heads
-from tests.test_mlp import RULE, law_error, pipeline_of, request, target_of
+from tests.test_mlp import RULE, OffByOne, law_error, pipeline_of, request, target_of
 
 V, H = 11, 8  # ids and size of states, where the two may differ
 CPU = torch.device("cpu")
@@ -319,12 +317,6 @@ def table_target() -> Target:
 
 
 def test_a_law_of_the_next_head_would_be_seen(tmp_path: Path) -> None:
-    class OffByOne(HeadsProposer):
-        def extend(self, sequences: list[Sequence], drafts: list[list[int]], lengths: list[int]) -> Draft:
-            draft = super().extend(sequences, drafts, lengths)
-            probs = None if draft.probs is None else draft.probs.roll(1, dims=1)
-            return Draft(draft.tokens, draft.lengths, probs, drawn=draft.drawn)
-
     proposer = OffByOne(path=str(saved(tmp_path, vllms_medusa_of_some_ids(SIZE, SIZE))))
     assert law_error(proposer, table_target(), Rejection(), **SAMPLE) > 1e-3
 

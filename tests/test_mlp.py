@@ -180,13 +180,16 @@ def test_the_output_has_exactly_the_targets_law(
     assert law_error(proposer, target, sampler(), **settings) <= 1e-12
 
 
-def test_a_law_of_the_next_head_would_be_seen(tmp_path: Path) -> None:
-    class OffByOne(HeadsProposer):
-        def extend(self, sequences: list[Sequence], drafts: list[list[int]], lengths: list[int]) -> Draft:
-            draft = super().extend(sequences, drafts, lengths)
-            probs = None if draft.probs is None else draft.probs.roll(1, dims=1)
-            return Draft(draft.tokens, draft.lengths, probs, drawn=draft.drawn)
+class OffByOne(HeadsProposer):
+    """Says that it drew each token from the next head's law."""
 
+    def extend(self, sequences: list[Sequence], drafts: list[list[int]], lengths: list[int]) -> Draft:
+        draft = super().extend(sequences, drafts, lengths)
+        probs = None if draft.probs is None else draft.probs.roll(1, dims=1)
+        return Draft(draft.tokens, draft.lengths, probs, drawn=draft.drawn)
+
+
+def test_a_law_of_the_next_head_would_be_seen(tmp_path: Path) -> None:
     target = target_of(TableModel(RULE, 3, 64))
     proposer = OffByOne(path=str(saved_heads(tmp_path, random_heads("mlp", 3), target, [0, 2])))
     assert law_error(proposer, target, Rejection(), **SAMPLE) > 1e-3

@@ -73,7 +73,7 @@ class CompiledVerifier(EagerVerifier):
             off = max(_differences(self.target.model, compiled))
         except Exception as error:  # no compiler, or one that fails: whatever it raises
             return one_line(error)
-        if off > ROUNDING[_dtype(self.target.model)]:
+        if not off <= ROUNDING[_dtype(self.target.model)]:  # NaN is no match either
             return f"its logits are off by {off:.0%}"
         self.reader = Reader(compiled)
         return None

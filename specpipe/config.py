@@ -270,7 +270,8 @@ def build(node: Any, key: str, **parts: Any) -> Any:
     values = _values(node)
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in values and name not in parts and _named(parameter):
-            raise UserError(f"has no value, and needs one: {key}.{name}=...", key=f"{key}.{name}")
+            typed = "." if "[" in key else f": {key}.{name}=..."  # an entry of a list has no word of its own
+            raise UserError(f"has no value, and needs one{typed}", key=f"{key}.{name}")
     try:
         return call(**values, **parts)
     except UserError as error:
@@ -294,6 +295,40 @@ def option(group: str, name: str) -> DictConfig:
             return loaded
     options = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
     raise UserError(f"no option {name!r}; there are {', '.join(options)}.{nearest(name, options)}", key=group)
+
+
+def chosen(group: str, given: Any, key: str) -> tuple[str, dict[str, Any], DictConfig]:
+    """An option in a list: its name, the settings that differ from its file's, and the whole as a config node.
+
+    `given` is `ngram`, or `{ngram: {max_ngram: 4}}` with some settings, or a mapping with a `_target_`, whose name is
+    that of its class.
+
+    Raises:
+        UserError: naming `key`, for anything else, an option that does not exist, or a key that it does not have.
+    """
+    if isinstance(given, Mapping) and "_target_" in given:
+        return str(given["_target_"]).rpartition(".")[2], {}, OmegaConf.create(dict(given))
+    name: Any = given
+    changes: Mapping[Any, Any] = {}
+    if isinstance(given, Mapping) and len(given) == 1:
+        ((name, changes),) = given.items()
+        if not isinstance(changes, Mapping):
+            raise UserError(
+                f"{given!r} is not a {group} with its settings, such as {{ngram: {{max_ngram: 4}}}}.", key=key
+            )
+    elif not isinstance(given, str):
+        raise UserError(f"{given!r} is neither a {group}'s name nor one with its settings.", key=key)
+    try:
+        node = option(group, str(name))
+    except UserError as error:
+        raise UserError(error.message, key=key) from error
+    for word in changes:
+        if word not in node.keys():  # noqa: SIM118, a key without a value yet is one too
+            known = [str(each) for each in node if each != "_target_"]
+            raise UserError(f"{name} has no key {word!r}.{nearest(str(word), known)}", key=key)
+    merged = OmegaConf.merge(node, changes)
+    assert isinstance(merged, DictConfig)
+    return str(name), dict(changes), merged
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -171,7 +171,9 @@ class Pipeline:
                 raise
         for sequence in sequences:
             sequence.chance.rewind()
-        self.verifier.forget()
+        for part in (self.verifier, self.proposer):
+            if hasattr(part, "forget"):
+                part.forget()
         return None
 
     def sequences(

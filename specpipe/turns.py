@@ -41,7 +41,16 @@ class Request:
     @property
     def does_not_fit(self) -> bool:
         """Whether the conversation has outgrown the target's context, so that this turn has no answer."""
-        return self.turn > 0 and self.sequence.finish_reason == "context" and not self.sequence.steps
+        return self.turn > 0 and self._no_room
+
+    @property
+    def fills_context(self) -> bool:
+        """Whether the prompt, the first turn, is just as long as the target's context, so that it has no answer."""
+        return self.turn == 0 and self._no_room
+
+    @property
+    def _no_room(self) -> bool:
+        return self.sequence.finish_reason == "context" and not self.sequence.steps
 
 
 class Requests:

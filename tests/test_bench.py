@@ -261,7 +261,7 @@ def test_the_answer_names_the_fastest_with_its_interval_and_its_limit() -> None:
     said = (
         "mlp with 5 drafted tokens is 1.90x [1.80, 2.00] as fast as plain decoding; below alpha 0.31 it stops paying."
     )
-    assert answer([best]) == said
+    assert answer([best], []) == said
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_what_may_be_chance_is_not_called_faster(
 ) -> None:
     best = best_cells([cell("none", 1.0, None, None), cell("ngram", mean, low, high)])
     assert pays(best[0]["speedup"]) is verdict
-    assert words in answer(best)
+    assert words in answer(best, [])
 
 
 def test_each_temperature_and_batch_size_has_its_own_best() -> None:
@@ -293,7 +293,7 @@ def test_each_temperature_and_batch_size_has_its_own_best() -> None:
         (0.0, 8, "ngram", False),
         (1.0, 1, "ngram", True),
     ]
-    assert answer(best).count("emperature") == 3
+    assert answer(best, []).count("emperature") == 3
 
 
 def test_what_was_predicted_to_be_best_is_said_beside_what_was() -> None:
@@ -306,4 +306,5 @@ def test_what_was_predicted_to_be_best_is_said_beside_what_was() -> None:
 
 def test_nothing_is_said_of_nothing() -> None:
     assert best_cells([]) == []
-    assert answer([]) == "Nothing was compared yet."
+    assert answer([], []) == "Nothing was measured yet."
+    assert answer([], [cell("none", 1.0, None, None)]).startswith("Nothing with a draft was measured")

@@ -248,13 +248,22 @@ def test_extend_is_true_or_false() -> None:
         ("ngram", "is not a list of proposers"),
         (["ngram", "ngram"], "names one proposer twice"),
         (["ngrm"], "Did you mean 'ngram'"),
-        ([{"max_ngram": 3}], "neither a proposer's name nor a mapping"),
+        ([{"max_ngram": 3}], "not a proposer with its settings"),
+        ([3], "neither a proposer's name nor one with its settings"),
+        ([{"ngram": {"max_ngrm": 3}}], "Did you mean 'max_ngram'"),
+        (["ngram", "cascade"], r"members\[1\]: is a cascade"),
         ([{"_target_": EVEN, "tokn": 3}], "Did you mean 'token'"),
     ],
 )
 def test_members_that_are_none_are_named(members: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         Cascade(members=members)
+
+
+def test_a_member_takes_other_settings_than_its_file_has() -> None:
+    made = bound({"ngram": {"max_ngram": 2}}, "ngram")
+    assert list(made._members) == ["ngram", "ngram 2"]
+    assert [member.max_ngram for member in made._members.values()] == [2, 3]
 
 
 def test_members_of_one_class_are_numbered_and_faulty_ones_named() -> None:

@@ -766,9 +766,10 @@ def test_an_artefact_that_is_not_the_proposer_is_not_kept(specpipe: Run, monkeyp
         return tensors_of(self, head.roll(1, 0))
 
     monkeypatch.setattr(heads.MedusaExport, "_tensors", shifted)
-    ran = specpipe("export", *TINY, "proposer=mlp", "proposer.path=heads", "format=medusa", "out=made")
+    ran = specpipe("export", *TINY, "proposer=mlp", "proposer.path=heads", "format=medusa", "out=in/this/made")
     assert ran.code == 1
     assert ran.out == ""
+    assert not Path("in").exists()
     [line, *_] = [each for each in ran.err.splitlines() if each.startswith("specpipe: ")]
     assert "the artefact is not the proposer: its logits are off by" in line
     assert line.endswith("made was not kept")

@@ -579,6 +579,10 @@ class Hungry(TableProposer):
     """Runs out of memory in the middle of a batch, when some rows have drawn."""
 
     most = 99
+    forgot = 0
+
+    def forget(self) -> None:
+        self.forgot += 1
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         if len(sequences) > self.most:
@@ -625,6 +629,7 @@ def test_a_batch_that_memory_does_not_hold_is_halved_and_says_what_it_would_have
 
     wanted = texts(pipeline())
     short = pipeline()
+    forgot = short.proposer.forgot
     sizes = short_of_memory(short, most, where)
     with pytest.warns(UserWarning, match="no memory") as said:
         assert texts(short) == wanted
@@ -632,6 +637,7 @@ def test_a_batch_that_memory_does_not_hold_is_halved_and_says_what_it_would_have
         "there is no memory for 4 requests at a time; decoding goes on with 2 at most"
     ]
     assert max(sizes[2:]) <= most or where == "drafting"
+    assert short.proposer.forgot > forgot  # a draft model's cache goes, too
 
 
 def test_numbers_that_were_drawn_for_nothing_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,6 +298,13 @@ def test_a_conversation_that_outgrows_the_context_ends_and_the_others_go_on(
     assert "no room in the target's context for later turns: 2 have no answer" in capsys.readouterr().err
 
 
+def test_a_prompt_as_long_as_the_context_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = run("decode", rows=[{"turns": ["x" * 512]}, ROWS[2]])
+    assert code == 0
+    assert [each["finish_reason"] for each in result["requests"]][0] == "context"
+    assert "1 of the prompts fill the target's context: no room for an answer" in capsys.readouterr().err
+
+
 def test_turns_without_anything_to_decode_are_there_too(run: Run) -> None:
     code, result = run("decode", "batch_size=3", new_tokens=0)
     assert code == 0

@@ -41,9 +41,12 @@ def pays(speedup: Mapping[str, float | None]) -> bool | None:
     return None if low is None or high is None or low <= 1 <= high else low > 1
 
 
-def answer(best: Sequence[Mapping[str, Any]]) -> str:
-    """The conclusion, for people."""
-    return " ".join(_sentences(best)) or "Nothing was compared yet."
+def answer(best: Sequence[Mapping[str, Any]], cells: Sequence[CellResult]) -> str:
+    """The conclusion, for people, from `best_cells` of all cells that were measured."""
+    nothing = (
+        "Nothing with a draft was measured: there is nothing to compare." if cells else "Nothing was measured yet."
+    )
+    return " ".join(_sentences(best)) or nothing
 
 
 def _sentences(best: Sequence[Mapping[str, Any]]) -> Iterator[str]:

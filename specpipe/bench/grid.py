@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from specpipe.config import build, option
-from specpipe.errors import UserError, choice, integer, nearest, number
+from specpipe.config import build, chosen, option
+from specpipe.errors import UserError, choice, integer, number
 from specpipe.settings import LONGEST_DRAFT
 
 PLAIN = "none"
@@ -113,28 +113,9 @@ def _proposers(given: Any) -> dict[str, DictConfig]:
 
 
 def _proposer(entry: Any, key: str) -> tuple[str, DictConfig]:
-    if isinstance(entry, Mapping) and len(entry) == 1:
-        ((name, changes),) = entry.items()
-        if not isinstance(changes, Mapping):
-            raise UserError(
-                f"{entry!r} is not a proposer with its settings, such as {{ngram: {{max_ngram: 4}}}}.", key=key
-            )
-        words = ", ".join(f"{word}={value}" for word, value in changes.items())
-    elif isinstance(entry, str):
-        name, changes, words = entry, {}, ""
-    else:
-        raise UserError(f"{entry!r} is neither a proposer's name nor one with its settings.", key=key)
-    try:
-        node = option("proposer", str(name))
-    except UserError as error:
-        raise UserError(error.message, key=key) from error
-    for word in changes:
-        if word not in node.keys():  # noqa: SIM118, a key without a value yet is one too
-            known = [str(each) for each in node if each != "_target_"]
-            raise UserError(f"{name} has no key {word!r}.{nearest(str(word), known)}", key=key)
-    merged = OmegaConf.merge(node, changes)
-    assert isinstance(merged, DictConfig)
-    return f"{name}({words})" if words else str(name), merged
+    name, changes, node = chosen("proposer", entry, key)
+    words = ", ".join(f"{word}={value}" for word, value in changes.items())
+    return f"{name}({words})" if words else name, node
 
 
 def _values(name: str, sweep: Any, single: Any, check: Any) -> list[Any]:

@@ -116,7 +116,7 @@ class Figures:
             cells += [self._cell(cell, requests, baseline) for cell, requests in measured.items()]
             costs += _costs(measured)
         best = best_cells(cells)
-        self._summary = {"answer": answer(best), "best": best, "prediction_error": _errors(cells)}
+        self._summary = {"answer": answer(best, cells), "best": best, "prediction_error": _errors(cells)}
         if best:
             self._summary |= {name: best[0][name] for name in ("speedup", "alpha", "tokens_per_s")}
         rounds = {"done": len(self._record.done), "wanted": len(self._bench.rounds)}

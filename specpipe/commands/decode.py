@@ -55,6 +55,8 @@ def run(config: DictConfig) -> int:
             view.note(note)
         if unanswered := sum(request.does_not_fit for request in requests.made()):
             view.note(f"note: no room in the target's context for later turns: {unanswered} have no answer")
+        if full := sum(request.fills_context for request in requests.made()):
+            view.note(f"note: {full} of the prompts fill the target's context: no room for an answer")
         end.code = 0
     if end.code == 0 and config.trace:
         view.note(f"trace:  {folder.folder / TRACE_PAGE}")

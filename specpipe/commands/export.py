@@ -210,6 +210,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         UserError: if it cannot be written, or is full.
     """
     half = out.with_name(f".{out.name}.{os.getpid()}")
+    missing = [folder for folder in half.parents if not folder.exists()]  # the innermost first
     try:
         half.mkdir(parents=True)
         yield half
@@ -221,6 +222,9 @@ def _new_folder(out: Path) -> Iterator[Path]:
         raise UserError(f"{str(out)!r} cannot be written: {what}.", key="out") from error
     finally:
         shutil.rmtree(half, ignore_errors=True)
+        with contextlib.suppress(OSError):  # where `out` is there now
+            for folder in missing:
+                folder.rmdir()
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ def run(config: DictConfig) -> int:
         "runs": [_about(each) for each in runs],
         "rows": [row for each in runs for row in ROWS[each["result"]["command"]](each)],
         "differences": differences(runs),
+        "mixed": mixed(runs),
         "warnings": list(warnings(runs)),
     }
     folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), head, dict)
@@ -79,17 +80,17 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return found
 
 
+def mixed(runs: Sequence[Run]) -> list[str]:
+    """In what the runs differ that a comparison needs to be the same: `targets`, `prompts`, `machines`."""
+    return [what for what, (of, _) in NEEDED.items() if len(_grouped(runs, of)) > 1]
+
+
 def warnings(runs: Sequence[Run]) -> Iterator[str]:
     """Where the runs cannot be compared, or hold less than they were to."""
-    for what, of, harm in (
-        ("targets", _target, "nothing here compares across them"),
-        ("prompts", _prompts, "acceptance and speed depend on them"),
-        ("machines", _machine, "compare acceptance, not speed"),
-    ):
-        groups = _grouped(runs, of)
-        if len(groups) > 1:
-            told = "; ".join(f"{_numbers(numbers)}: {value}" for value, numbers in groups.items())
-            yield f"the runs have different {what}, {harm} ({told})."
+    for what in mixed(runs):
+        of, harm = NEEDED[what]
+        told = "; ".join(f"{_numbers(numbers)}: {value}" for value, numbers in _grouped(runs, of).items())
+        yield f"the runs have different {what}, {harm} ({told})."
     for each in runs:
         rounds = each["result"].get("rounds") or {}
         requests = each["result"].get("requests") or ()
@@ -241,6 +242,13 @@ def _machine(run: Run) -> str | None:
         f"{machine.get('threads')} threads" if machine.get("threads") else None,
     )
     return ", ".join(str(each) for each in told if each) or None
+
+
+NEEDED: Mapping[str, tuple[Callable[[Run], str | None], str]] = {
+    "targets": (_target, "nothing here compares across them"),
+    "prompts": (_prompts, "acceptance and speed depend on them"),
+    "machines": (_machine, "compare acceptance, not speed"),
+}
 
 
 def _show(result: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ FIGURES = {
     "tau": "tokens per target pass, greedy",
     "tau_T1": "tokens per target pass, temperature 1",
     "coverage": "share of the target's tokens that it can say",
-    "tokens": "tokens trained on",
+    "tokens": "tokens trained on, each as often as it was used",
     "steps": "steps",
     "minutes": "minutes",
 }

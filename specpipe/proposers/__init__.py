@@ -22,6 +22,8 @@ class Proposer(Protocol):
 
     One that can use what the verifier keeps of the pipeline's requests also has `attach(verifier)`, which the pipeline
     that it drafts for calls behind `bind`. It must draft without that call too, for requests that no verifier reads.
+
+    One that holds memory which it can fill again has `forget()`, called when there is no memory for a batch.
     """
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:

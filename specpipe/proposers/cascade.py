@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
-from specpipe.config import build, option
+from specpipe.config import build, chosen
 from specpipe.draft import Draft, asked_of
 from specpipe.errors import UserError, flag, having
 from specpipe.proposers import Extender, Proposer
@@ -33,7 +32,8 @@ class Cascade:
     another behind it are only reached if all of the first one's are accepted.
 
     Args:
-        members: options of the group `proposer` by name, or mappings with a `_target_`; cheap and sure ones first.
+        members: options of the group `proposer` by name, `{ngram: {max_ngram: 4}}` for one with other settings, or
+            mappings with a `_target_`; cheap and sure ones first.
             None: `suffix`, and behind it `mlp` for a target that the shipped heads are for, `ngram` for any other.
         extend: let later members lengthen short drafts. Off, since the drafts of `suffix` end where one more token is
             not worth its scoring; on, it gives more tokens per pass, and is for members that stop for other reasons.
@@ -75,6 +75,12 @@ class Cascade:
         for proposer in self._members.values():
             if hasattr(proposer, "attach"):
                 proposer.attach(verifier)
+
+    def forget(self) -> None:
+        """Have the members let go of what they can fill again."""
+        for proposer in self._members.values():
+            if hasattr(proposer, "forget"):
+                proposer.forget()
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         rows: list[Row] = [([], None) for _ in sequences]
@@ -123,13 +129,8 @@ def _fits(proposer: Any, target: Any) -> bool:
 def _member(given: Any, number: int) -> tuple[str, Proposer]:
     """A member's name, of its option or its class, and the member."""
     key = f"members[{number}]"
-    if isinstance(given, str):
-        try:
-            name, node = given, option("proposer", given)
-        except UserError as error:
-            raise UserError(error.message, key=key) from error
-    elif isinstance(given, Mapping) and "_target_" in given:
-        name, node = str(given["_target_"]).rpartition(".")[2], OmegaConf.create(dict(given))
-    else:
-        raise UserError(f"{given!r} is neither a proposer's name nor a mapping with a _target_.", key=key)
-    return name, having(key, build(node, key), "propose")
+    name, _, node = chosen("proposer", given, key)
+    proposer = having(key, build(node, key), "propose")
+    if isinstance(proposer, Cascade):
+        raise UserError("is a cascade; name its members here.", key=key)
+    return name, proposer

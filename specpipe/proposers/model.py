@@ -52,6 +52,11 @@ class ModelProposer:
             self._draft(drafting)
         return joined(rows, self._size)
 
+    def forget(self) -> None:
+        """Let go of the model's cache."""
+        self._reader.forget()
+        self._held.clear()
+
     def _use(self, model: Any, size: int, context: int | None, words: SameTokens | Translation | None = None) -> None:
         """Draft with `model` for a target of `size` ids.
 

@@ -88,10 +88,19 @@ class View:
         return {name: cell for name, cell in self.chosen.items() if drafts(cell)}
 
     @property
+    def chosen_settings(self) -> str:
+        """With what each proposer was fastest: its draft length, and the sampler where there were several."""
+        several = len({cell.get("sampler") for cell in self.cells if drafts(cell)}) > 1
+        return ", ".join(
+            f"{name} {cell.get('num_speculative_tokens')}" + (f" with {cell.get('sampler')}" if several else "")
+            for name, cell in self.drafting.items()
+        )
+
+    @property
     def where(self) -> str:
-        """The temperature, the batch size, and the draft lengths that were chosen."""
-        lengths = ", ".join(f"{name} {cell.get('num_speculative_tokens')}" for name, cell in self.drafting.items())
-        chosen = f", each proposer with the draft length that was fastest there ({lengths})" if lengths else ""
+        """The temperature, the batch size, and the settings that were chosen."""
+        settings = self.chosen_settings
+        chosen = f", each proposer with the draft length that was fastest there ({settings})" if settings else ""
         return f"At temperature {number(self.temperature)} and batch size {number(self.batch_size)}{chosen}."
 
     def along(self, cell: Cell, key: str) -> list[Cell]:
@@ -232,7 +241,7 @@ def _by_temperature(view: View) -> Drawn | None:
         "Temperature 0 always takes the most likely token; 1 draws from the model's own law. Upright lines are 95 % "
         "intervals."
     )
-    where = f"At batch size {number(view.batch_size)}, with the draft lengths of the first chart."
+    where = f"At batch size {number(view.batch_size)}, drafting as in the first chart ({view.chosen_settings})."
     return Drawn("Acceptance by temperature", caption, where, _wide(plot))
 
 
@@ -250,7 +259,7 @@ def _by_batch_size(view: View) -> Drawn | None:
         "checking a draft is no longer almost free. Above the dashed line drafting pays; a cross marks where a curve "
         f"meets it, its break-even. {_break_even(series)}"
     )
-    where = f"At temperature {number(view.temperature)}, with the draft lengths of the first chart."
+    where = f"At temperature {number(view.temperature)}, drafting as in the first chart ({view.chosen_settings})."
     return Drawn("Speedup by batch size", caption, where, _wide(plot))
 
 

@@ -113,7 +113,7 @@ def comparison_page(result: Mapping[str, Any]) -> str:
     body = fragment(
         BODY,
         word=f"{len(runs)} run{'s' if len(runs) > 1 else ''}",
-        lead=_lead(rows),
+        lead=_lead(rows, result["mixed"]),
         badge=badge("mind", WARN),
         warnings=result["warnings"],
         runs=_runs(runs),
@@ -144,9 +144,13 @@ def _speed(row: Row) -> tuple[float, float]:
     return mean(row["speedup"]) or 0.0, row["tokens_per_s"] or 0.0
 
 
-def _lead(rows: Sequence[Row]) -> str:
-    """The highest of what says most, and whose it is."""
+def _lead(rows: Sequence[Row], mixed: Sequence[str]) -> str:
+    """The highest of what says most, and whose it is, if the runs can be compared in it."""
+    if rows and {"targets", "prompts"} & set(mixed):
+        return f"None of these is the best: the runs have different {' and '.join(mixed)}."
     for name in LEVELS:
+        if name == "tokens_per_s" and "machines" in mixed:
+            continue
         known = [row for row in rows if mean(row[name]) is not None and row["proposer"] != PLAIN]
         if known:
             best = max(known, key=lambda row: mean(row[name]) or 0.0)

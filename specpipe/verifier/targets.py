@@ -125,15 +125,17 @@ def _load(path: str, dtype: torch.dtype, device: torch.device, name: str | None 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     asked: dict[str, Any] = {"trust_remote_code": False}  # unless it is said, the library asks at the terminal
+    what = f"{name or path!r}"
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **asked)
             model, report = loaded
+            what = f"the tokenizer of {what}"
             tokenizer = AutoTokenizer.from_pretrained(path, **asked)
     except Exception as error:  # whatever a directory that is not as it should be makes the library raise
         if "trust_remote_code" in str(error):
-            raise UserError(f"{name or path!r} needs code of its own, which is not run.", key="model") from error
-        raise UserError(f"{name or path!r} could not be loaded: {one_line(error)}", key="model") from error
+            raise UserError(f"{what} needs code of its own, which is not run.", key="model") from error
+        raise UserError(f"{what} could not be loaded: {one_line(error)}", key="model") from error
     if missing := sorted(report["missing_keys"]):  # the library would make them up
         some = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
         raise UserError(f"{name or path!r} lacks weights: {some}.", key="model")

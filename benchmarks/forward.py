@@ -27,8 +27,8 @@ from specpipe.draft import Draft
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 
-ENGINES = ("verifier=eager", "verifier.fuse=false", "verifier=packed", "verifier=compiled")
-WIDTHS = (1, 2, 4, 6, 9)
+ENGINES = ("verifier=eager", "verifier.fuse=false verifier=packed", "verifier=packed", "verifier=compiled")
+WIDTHS = (1, 2, 4, 6, 8, 9)
 WARM = 3  # passes of each engine and width that are not counted
 
 

@@ -95,14 +95,14 @@ class DecodeView:
         if self._bar:
             self._bar.advance(record["tokens_per_s"])
 
-    def summary(self, summary: dict[str, Any]) -> None:
-        """The legend and the table under the text, and a warning if drafting does not pay."""
+    def summary(self, summary: dict[str, Any], engine: str | None = None) -> None:
+        """The legend and the table under the text, and a warning if drafting does not pay; engine: of the verifier."""
         counts = summary["spec_decode"]
         self._err.print()
         if self._coloured and counts["num_spec_steps"]:
             legend = (Text(word, style=STYLES[kind]) for kind, word in LEGEND.items())
             self._err.print(Text("  ").join(legend), soft_wrap=True)
-        for label, value in _rows(summary):
+        for label, value in [*_rows(summary), *([("verifier", engine)] if engine else [])]:
             indent = " " * (20 if self._err.width >= 50 else 2)
             self.note(textwrap.fill(f"{label:<20}{value}", max(20, self._err.width), subsequent_indent=indent))
         length = counts["mean_acceptance_length"]

@@ -93,7 +93,8 @@ def test_result_json_keeps_its_contract(decode: Decode, tmp_path: Path, twelve: 
         "parameters": result["target"]["parameters"],
         "device": "cpu",
     }
-    assert [result[part] for part in ("proposer", "sampler", "verifier")] == ["ngram", "rejection", "packed"]
+    assert [result[part] for part in ("proposer", "sampler")] == ["ngram", "rejection"]
+    assert result["verifier"] in ("compiled", "packed")  # what `auto` came to
     assert result["config"]["proposer"]["max_ngram"] == 3
     assert result["config"]["generation"]["max_new_tokens"] == 6
     assert result["lossless"] is True

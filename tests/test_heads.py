@@ -65,7 +65,7 @@ def test_another_recurrence_would_be_seen(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("n", "weight"), [(3, 8.652), (4, 7.382), (5, 6.544)])
 def test_the_weight_of_a_token_is_that_of_the_published_implementation(n: int, weight: float) -> None:
-    assert MlpHeads(hidden=576, heads=n)._weight_of_token == pytest.approx(weight, abs=1e-3)
+    assert MlpHeads(hidden=576, heads=n).weight_of_token == pytest.approx(weight, abs=1e-3)
 
 
 def test_training_begins_at_the_target() -> None:

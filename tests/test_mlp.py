@@ -16,6 +16,8 @@ from specpipe.chance import Chance
 from specpipe.draft import Draft
 from specpipe.errors import UserError
 from specpipe.pipeline import Pipeline
+from specpipe.proposers.bound_heads import heads_in
+from specpipe.proposers.compiled_heads import CompiledHeads
 from specpipe.proposers.heads import Heads, MedusaHeads, MlpHeads
 from specpipe.proposers.mlp import HeadsProposer
 from specpipe.samplers.block import Block
@@ -74,6 +76,55 @@ def pipeline_of(proposer: Any, target: Target, gamma: int = 3, sampler: Any = No
 
 def request(ids: list[int], stop: tuple[int, ...] = (), **settings: Any) -> Sequence:
     return Sequence(ids, GenerationSettings(**settings), stop_ids=stop, chance=Chance(0, ids))
+
+
+# ---- compiled ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_compiled_heads_have_the_logits_of_plain_ones(count: int, dtype: str, tmp_path: Path) -> None:
+    target = tiny(dtype=dtype, device="cpu")
+    ids = list(range(0, target.vocabulary, 3))
+    plain = heads_in(saved_heads(tmp_path, random_heads("mlp", 64, count), target, ids))
+    plain.bind(target)
+    assert CompiledHeads.fits(plain)
+    ours = CompiledHeads(plain)
+    generator = torch.Generator().manual_seed(1)
+    carry = other = torch.randn(5, 64, generator=generator)
+    for i in range(count):
+        tokens = torch.randint(0, target.vocabulary, (5,), generator=generator)
+        carry, features = plain.step(i, carry, tokens)
+        other, logits = ours.step(i, other, tokens)
+        close = {"rtol": 0.02, "atol": 0.02} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(other, carry, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.logits(i, logits), plain.logits(i, features).float(), **close)
+
+
+def test_with_a_compiled_target_the_heads_are_compiled_and_draft_the_same(tmp_path: Path) -> None:
+    target = tiny(device="cpu")
+    folder = saved_heads(tmp_path, random_heads("mlp", 64), target, None)
+    words = [
+        "target=tiny",
+        "target.device=cpu",
+        "proposer=mlp",
+        f"proposer.path={folder}",
+        "generation.max_new_tokens=30",
+    ]
+    found = []
+    for verifier in ("packed", "compiled"):
+        pipeline = specpipe.load(
+            *words, f"verifier={verifier}", "num_speculative_tokens=3", "generation.ignore_eos=true"
+        )
+        assert isinstance(pipeline.proposer.heads, CompiledHeads) == (verifier == "compiled")
+        [sequence] = pipeline.sequences(["abcab"])
+        found.append([(step.drafted, step.accepted, step.tokens) for step in pipeline.decode(sequence)])
+    assert found[0] == found[1]
+
+
+def test_medusa_heads_stay_as_they_are(tmp_path: Path) -> None:
+    target = tiny(device="cpu")
+    assert not CompiledHeads.fits(heads_in(saved_heads(tmp_path, random_heads("medusa", 64), target, None)))
 
 
 # ---- which state, which tokens ----

@@ -285,6 +285,7 @@ def page_of(*results: dict[str, Any]) -> str:
             "runs": [report._about(each) for each in read],
             "rows": [row for each in read for row in report.ROWS[each["result"]["command"]](each)],
             "differences": report.differences(read),
+            "mixed": report.mixed(read),
             "warnings": list(report.warnings(read)),
         }
     )

@@ -50,7 +50,7 @@ def run(config: DictConfig) -> int:
             for number, record in decoded(pipeline, requests, config.batch_size, book, view):
                 tracker.log_request(number, record, pipeline.gamma)
         measured = summary()
-        view.summary(measured)
+        view.summary(measured, folder.result["verifier"])
         if note := _rule_note(measured["steps_by_rule"]):
             view.note(note)
         if unanswered := sum(request.does_not_fit for request in requests.made()):

@@ -78,12 +78,16 @@ def chosen_prompts(config: DictConfig) -> Prompts:
 
 
 def head(command: str, pipeline: Pipeline, config: dict[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
-    """What result.json says of the parts: the options' names, by which runs are compared, and the config that ran."""
+    """What result.json says of the parts: the options' names, by which runs are compared, and the config that ran.
+
+    Of the verifier it is what `auto` came to.
+    """
     return {
         "command": command,
         "seed": pipeline.seed,
         "target": pipeline.verifier.target.describe(),
-        **{part: choices.get(part) for part in ("proposer", "sampler", "verifier", "draft_length", "generation")},
+        **{part: choices.get(part) for part in ("proposer", "sampler", "draft_length", "generation")},
+        "verifier": getattr(pipeline.verifier, "engine", choices.get("verifier")),
         "num_speculative_tokens": pipeline.gamma,
         "lossless": bool(getattr(pipeline.sampler, "lossless", False)),
         "config": config,

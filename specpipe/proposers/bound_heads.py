@@ -52,6 +52,9 @@ class BoundHeads(Protocol):
 class TrainedHeads:
     """Of `python -m train`: they read through the target's embedding and speak through rows of its head.
 
+    `module` are they, and once they are bound `embedding` [V, H] and `head`, from features to logits, are what they
+    take of the target.
+
     Args:
         folder: as `artifact.save` writes it.
 
@@ -68,16 +71,16 @@ class TrainedHeads:
     def bind(self, target: Target) -> None:
         self.refuse_other(target)
         head = target.head_weight
-        self._embedding, self.ids = target.embedding_weight, self.ids.to(head.device)
+        self.embedding, self.ids = target.embedding_weight, self.ids.to(head.device)
         self._narrow, self._wide = head.dtype, _wide(head.dtype)
         self.module.to(head.device, self._wide)
-        self._head = _head(head[self.ids])
+        self.head = _head(head[self.ids])
 
     def step(self, i: int, carry: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self.module.step(i, carry.to(self._wide), self._embedding[tokens].to(self._wide))
+        return self.module.step(i, carry.to(self._wide), self.embedding[tokens].to(self._wide))
 
     def logits(self, i: int, features: Tensor) -> Tensor:
-        found: Tensor = self._head(features.to(self._narrow))
+        found: Tensor = self.head(features.to(self._narrow))
         return found
 
     def refuse_other(self, target: Target) -> None:

@@ -41,8 +41,16 @@ class Copying:
 
     def raised(self, logits: Tensor, sequence: Sequence, behind: list[int]) -> Tensor:
         """[V] the logits behind the request's tokens and the drafts `behind` them, a new tensor if any is raised."""
-        if not self._bias:
+        gains = self.gains(sequence, behind)
+        if not gains:
             return logits
+        ids = torch.tensor(list(gains), device=logits.device)
+        return logits.index_add(-1, ids, torch.tensor(list(gains.values()), dtype=logits.dtype, device=logits.device))
+
+    def gains(self, sequence: Sequence, behind: list[int]) -> dict[int, float]:
+        """What the logit of each token gains there, of those that gain anything."""
+        if not self._bias:
+            return {}
         known = self._followers.get(sequence)
         if known is None:
             known = self._followers[sequence] = Followers(len(self._bias))
@@ -51,10 +59,7 @@ class Copying:
         for tokens, gain in zip(known.of(sequence.tokens, behind), self._bias, strict=True):
             for token in tokens:
                 gains[token] += gain
-        if not gains:
-            return logits
-        ids = torch.tensor(list(gains), device=logits.device)
-        return logits.index_add(-1, ids, torch.tensor(list(gains.values()), dtype=logits.dtype, device=logits.device))
+        return gains
 
 
 class Followers:

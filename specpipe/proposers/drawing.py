@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from specpipe.distribution import argmax, probabilities
+from specpipe.distribution import argmax, in_vocabulary, probabilities
 from specpipe.draft import Draft
 from specpipe.errors import choice, number
 from specpipe.proposers.copying import Copying
@@ -38,13 +42,17 @@ class Drawing:
         self.min_confidence = number("min_confidence", min_confidence, 0, 1)
         self._copying = Copying(copy_bias)
 
-    def take(self, row: Row, logits: Tensor) -> bool:
-        """Draft one more token, if the logits are confident enough; whether to go on. logits: [V] of the target's ids.
+    def take(self, row: Row, logits: Tensor, words: Vocabulary) -> bool:
+        """Draft one more token, if the logits are confident enough; whether to go on. logits: [D], of `words`.
 
         The draft also ends where the request bans all that the logits can say.
         """
         settings, behind = row.sequence.settings, [*row.given, *row.drafted]
-        logits = self._copying.raised(logits, row.sequence, behind)
+        if settings.temperature == 0 and not settings.depends_on_prefix and not self.min_confidence:
+            best = words.best(logits, self._copying.gains(row.sequence, behind))
+            if best is not None:
+                return row.add(best)
+        logits = self._copying.raised(words.placed(logits), row.sequence, behind)
         q = probabilities(logits, settings, row.sequence.prefix.then(behind))
         if q.sum().isnan() and not logits.isnan().any():
             return False
@@ -56,6 +64,57 @@ class Drawing:
             if not drawn:
                 return row.add(best)
         return row.add(row.sequence.chance.propose(q), q)
+
+
+class Vocabulary:
+    """Which of the target's ids a draft's logits are for.
+
+    Args:
+        size: V, ids of the target.
+        ids: [D], see `in_vocabulary`.
+    """
+
+    def __init__(self, size: int, ids: Tensor | None = None) -> None:
+        self.size, self.ids = size, ids
+
+    def placed(self, logits: Tensor) -> Tensor:
+        """[..., V] of [..., D]."""
+        return in_vocabulary(logits, self.size, self.ids)
+
+    def best(self, logits: Tensor, gains: Mapping[int, float]) -> int | None:
+        """The id of the largest of [D] logits, of equals the lowest, after some ids have gained something.
+
+        That is the best of `placed` ones, without making V of them. None where it takes those to see: the ids are not
+        in order, or there are numbers among the logits that are none.
+        """
+        place = self._places
+        if place is None or logits.device.type != "cpu":
+            return None
+        known = logits.detach().float().numpy()[: len(place)]
+        first = int(known.argmax())
+        best, token = float(known[first]), self._in_order[first]
+        for each, gain in gains.items():
+            if each not in place or place[each] >= len(known):
+                continue
+            raised = float(known[place[each]]) + gain
+            if (raised, -each) > (best, -token):
+                best, token = raised, each
+        return token if math.isfinite(best) else None
+
+    @cached_property
+    def _in_order(self) -> list[int] | range:
+        """The ids, if they ascend; else empty."""
+        if self.ids is None:
+            return range(self.size)
+        ids: list[int] = self.ids.tolist()
+        inside = not ids or (ids[0] >= 0 and ids[-1] < self.size)
+        return ids if inside and all(a < b for a, b in pairwise(ids)) else []
+
+    @cached_property
+    def _places(self) -> Mapping[int, int] | range | None:
+        if not self._in_order:
+            return None
+        return self._in_order if self.ids is None else {token: place for place, token in enumerate(self._in_order)}
 
 
 def _confidence(q: Tensor, logits: Tensor, settings: GenerationSettings) -> Tensor:

@@ -75,7 +75,7 @@ class MlpHeads(Heads):
     def __init__(self, *, hidden: int, heads: int) -> None:
         super().__init__(hidden=hidden, heads=heads)
         a = 0.5 ** (0.5 / heads)
-        self._weight_of_token = math.sqrt((1 - a * a) * hidden / 2) / a
+        self.weight_of_token = math.sqrt((1 - a * a) * hidden / 2) / a
         self.proj_0 = nn.Parameter(torch.eye(hidden))
         if heads > 1:
             self.proj_1 = nn.Parameter(torch.eye(hidden))
@@ -97,7 +97,7 @@ class MlpHeads(Heads):
     def step(self, i: int, carry: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         projection = self.proj_1 if i else self.proj_0
         carry = carry if i else _rms(carry) / math.sqrt(2)
-        mixed = F.linear(carry, projection) + self._weight_of_token * (embedded @ self.inner)
+        mixed = F.linear(carry, projection) + self.weight_of_token * (embedded @ self.inner)
         carry = F.gelu(_rms(mixed) * self.norm_weight + self.norm_bias)
         return carry, F.linear(carry, self.outer)
 

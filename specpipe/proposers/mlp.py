@@ -16,14 +16,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from specpipe.distribution import in_vocabulary
 from specpipe.draft import Draft
 from specpipe.errors import UserError
 from specpipe.paths import from_start
-from specpipe.proposers.bound_heads import REMEDY, heads_in
-from specpipe.proposers.drawing import Drawing, Row, joined
+from specpipe.proposers.bound_heads import REMEDY, BoundHeads, heads_in
+from specpipe.proposers.compiled_heads import CompiledHeads
+from specpipe.proposers.drawing import Drawing, Row, Vocabulary, joined
 from specpipe.proposers.translation import Mirror
 from specpipe.sequence import Sequence
+from specpipe.verifier.compiled import CompiledModel
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.targets import Target
 
@@ -61,7 +62,7 @@ class HeadsProposer:
         self._drawing = Drawing(draw, min_confidence, copy_bias)
         if not self.path.is_dir():
             raise UserError(f"there are no trained heads {str(self.path)!r}; {REMEDY}.", key="path")
-        self.heads = heads_in(self.path)
+        self.heads: BoundHeads = heads_in(self.path)
 
     def bind(self, target: Target) -> None:
         """Get the heads ready for a target.
@@ -71,13 +72,16 @@ class HeadsProposer:
         """
         self.heads.bind(target)
         self._size = target.vocabulary
+        self._words = Vocabulary(self._size, self.heads.ids)
         self._states: Callable[[list[Sequence]], list[Tensor | None]] = _OwnStates(target.model)
 
     def attach(self, verifier: Any) -> None:
-        """Go on from the states that the verifier's `reader` keeps, if it has one."""
+        """Go on from the states that the verifier's `reader` keeps, if it has one; compiled, if the target is."""
         reader = getattr(verifier, "reader", None)
         if isinstance(reader, Reader):
             self._states = lambda sequences: [reader.state(sequence) for sequence in sequences]
+            if isinstance(reader.model, CompiledModel) and CompiledHeads.fits(self.heads):
+                self.heads = CompiledHeads(self.heads)
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         return self.extend(sequences, [[] for _ in sequences], lengths)
@@ -112,9 +116,9 @@ class HeadsProposer:
         """Draft with head i for the rows that have no token there yet. features: [R, H]."""
         open_ = [b for b, row in enumerate(rows) if i >= len(row.given)]
         if open_:
-            logits = in_vocabulary(self.heads.logits(i, features[open_]), self._size, self.heads.ids)
+            logits = self.heads.logits(i, features[open_])
             for b, row_logits in zip(open_, logits, strict=True):
-                if not self._drawing.take(rows[b], row_logits):
+                if not self._drawing.take(rows[b], row_logits, self._words):
                     rows[b].end = 0
 
 

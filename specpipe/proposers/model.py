@@ -15,9 +15,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from specpipe.distribution import in_vocabulary
 from specpipe.draft import Draft
-from specpipe.proposers.drawing import Drawing, Row, joined
+from specpipe.proposers.drawing import Drawing, Row, Vocabulary, joined
 from specpipe.proposers.translation import SameTokens, Translation
 from specpipe.sequence import Sequence
 from specpipe.verifier.reader import Reader
@@ -68,6 +67,7 @@ class ModelProposer:
         """
         self._reader, self._size, self._context = Reader(model), size, context
         self._words = words or SameTokens()
+        self._known = Vocabulary(size, self._words.ids)
         self._held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # what the reader's rows may hold
 
     def _row(self, sequence: Sequence, given: list[int], length: int) -> _Row:
@@ -102,7 +102,7 @@ class ModelProposer:
 
     def _next(self, row: _Row, logits: Tensor) -> bool:
         """Draft one more token, unless the draft ends before it; whether to go on. logits: [D] of the model."""
-        return self._drawing.take(row, in_vocabulary(logits, self._size, self._words.ids))
+        return self._drawing.take(row, logits, self._known)
 
     def _room(self, text: Any) -> int:
         """How many tokens the model can draft behind a text in its own tokens, inside its own context."""

@@ -19,7 +19,7 @@ from specpipe.draft import Draft
 from specpipe.errors import UserError, integer
 from specpipe.paths import from_start
 from specpipe.proposers.counts import LONGEST, Smoothed, load, vocabulary_hash
-from specpipe.proposers.drawing import Drawing, Row, joined
+from specpipe.proposers.drawing import Drawing, Row, Vocabulary, joined
 from specpipe.sequence import Sequence
 
 SHIPPED = Path(__file__).with_name("smollm2_bigram.safetensors")
@@ -81,7 +81,7 @@ class CountsProposer:
         if settings.temperature == 0 and not settings.depends_on_prefix:
             best, confidence = self._best(context)
             return confidence >= self._drawing.min_confidence and row.add(best)
-        return self._drawing.take(row, self._law.law(context).float().log())
+        return self._drawing.take(row, self._law.law(context).float().log(), Vocabulary(self._size))
 
     def _look_up_best(self, context: tuple[int, ...]) -> tuple[int, float]:
         law = self._law.law(context)

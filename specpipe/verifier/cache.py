@@ -44,11 +44,19 @@ class RowCache(Cache):
             [len(rows), width] positions of the new tokens, to be passed as `position_ids`.
         """
         lengths = [self.lengths[row] for row in rows]
-        self._end = max(lengths) + width
+        self._end, self.rows = max(lengths) + width, list(rows)
         positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
         for layer in self._row_layers:
             layer.place(positions, self._end, rows, len(self.lengths))
+        self.positions = positions
         return positions
+
+    def room(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer all keys and values [R, H, C, D], with room for the forward that was announced.
+
+        For whoever writes them himself, at `positions` of `rows`; like: [.., H, .., D], of their type.
+        """
+        return [layer.room(like, like) for layer in self._row_layers]
 
     def mask(self, positions: Tensor, window: int | None = None) -> Tensor:
         """[rows, 1, W, L] bool: a token sees the entries at its own position and before, of its own row only.
@@ -92,11 +100,16 @@ class RowLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [rows, H, W, D] new entries; return everything up to the longest row, [rows, H, L, D]."""
+        keys, values = self.room(key_states, value_states)
+        return self._write(keys, key_states), self._write(values, value_states)
+
+    def room(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values [R, H, C, D], of the type of [.., H, .., D] ones, with room for what was announced."""
         keys, values = self.keys, self.values
         if keys is None or values is None or self._end > keys.shape[2]:
             keys, values = self._allocate(key_states, keys), self._allocate(value_states, values)
             self.keys, self.values = keys, values
-        return self._write(keys, key_states), self._write(values, value_states)
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self._end - self._positions.shape[1]

@@ -21,7 +21,8 @@ class EagerVerifier:
         prepack: on a CPU, pack the linear layers' weights once (see `linear.py`); same results up to rounding.
         fuse: where the architecture is known, run its layers in fewer operations (see `fused.py`); the same.
 
-    `reader` holds what was read of each request, for proposers made of the target's own layers or for its states.
+    `engine` says what runs: `packed`, or `eager` if nothing was prepared. `reader` holds what was read of each request,
+    for proposers made of the target's own layers or for its states.
 
     Raises:
         UserError: if the target's layers cannot be rolled back.
@@ -33,6 +34,7 @@ class EagerVerifier:
         self.target = target
         self.prepared = prepare(target.model, fuse=flag("fuse", fuse), prepack=flag("prepack", prepack))
         rehearse(target.model, expected)
+        self.engine = "packed" if self.prepared.fused or self.prepared.packed else "eager"
         self.reader = Reader(target.model)
         self.device = self.reader.device
 

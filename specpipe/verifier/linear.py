@@ -41,10 +41,9 @@ class OneDnnLinear(nn.Module):
         """[..., in] to [..., out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
-    def unpacked(self) -> Tensor:
-        """[out, in] the weight, laid out anew as a plain matrix."""
-        weight: Tensor = self._weight.to_dense()
-        return weight
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """[out, in] the weight, laid out anew as a plain matrix, and [out] the bias."""
+        return self._weight.to_dense(), self._bias
 
 
 class HalfLinear(nn.Module):
@@ -67,10 +66,10 @@ class HalfLinear(nn.Module):
         y: Tensor = torch.ops.quantized.linear_dynamic_fp16(wide, self._packed)
         return y.to(x.dtype)
 
-    def unpacked(self) -> Tensor:
-        """[out, in] the weight, laid out anew as a plain matrix."""
-        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        return (weight.float() * self._unscale).to(self._dtype)
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """[out, in] the weight, laid out anew as a plain matrix, and [out] the bias."""
+        weight, bias = torch.ops.quantized.linear_unpack_fp16(self._packed)
+        return (weight.float() * self._unscale).to(self._dtype), bias
 
 
 class Int8Linear(nn.Module):
@@ -116,8 +115,14 @@ def packed(linear: nn.Linear) -> nn.Module:
 
 def plain_weight(linear: Any) -> Tensor:
     """[out, in] the weight of a linear layer, packed or not; of a packed one it is a copy."""
-    weight: Tensor = linear.unpacked() if isinstance(linear, (OneDnnLinear, HalfLinear)) else linear.weight
+    weight: Tensor = linear.unpacked()[0] if hasattr(linear, "unpacked") else linear.weight
     return weight.detach()
+
+
+def plain_bias(linear: Any) -> Tensor | None:
+    """[out] the bias of a linear layer, packed or not, if it has one."""
+    bias: Tensor | None = linear.unpacked()[1] if hasattr(linear, "unpacked") else linear.bias
+    return None if bias is None else bias.detach()
 
 
 def quantize_linears(model: Any) -> int:

@@ -1,0 +1,196 @@
+"""The C++ program in `layers.cpp`: compiled once on a machine, and what it takes, laid out as it is there.
+
+Knows memory, not models: see `compiled.py` for what is handed over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specpipe.errors import one_line
+from specpipe.verifier.smollm2 import cache_root
+
+SOURCE = Path(__file__).with_name("layers.cpp")
+COMPILERS = ("c++", "g++", "clang++")  # looked for behind the one that CXX names
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+PANEL = 16  # outputs that stand together
+
+
+class NoCompiler(RuntimeError):
+    """There is no program, for the reason given."""
+
+
+class Linear(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("in_", c_int32),
+        ("out", c_int32),
+        ("wide", c_int32),
+    )
+
+
+class Layer(Structure):
+    _fields_ = (
+        ("before_attention", c_void_p),
+        ("before_mlp", c_void_p),
+        ("qkv", Linear),
+        ("o", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        ("layers", POINTER(Layer)),
+        ("last_norm", c_void_p),
+        *((name, c_int32) for name in ("count", "hidden", "heads", "shared", "size", "inner", "rounds")),
+        ("epsilon", c_float),
+        ("scaling", c_float),
+    )
+
+
+class Heads(Structure):
+    _fields_ = (
+        *((name, Linear) for name in ("first", "later", "inner", "outer", "words")),
+        ("norm_weight", c_void_p),
+        ("norm_bias", c_void_p),
+        ("token_weight", c_float),
+        ("epsilon", c_float),
+        ("hidden", c_int32),
+        ("rounds", c_int32),
+    )
+
+
+class Pass(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("states", "cos", "sin", "positions", "seats", "keys", "values", "windows")),
+        ("capacity", c_int64),
+        *((name, c_int32) for name in ("texts", "width", "threads")),
+    )
+
+
+@cache
+def program() -> ctypes.CDLL:
+    """The compiled functions, from their file if there is one.
+
+    Raises:
+        NoCompiler: if there is none, or it fails.
+    """
+    compiler = _compiler()
+    parts = [SOURCE.read_bytes(), repr((FLAGS, _version(compiler), platform.platform(), _cpu())).encode()]
+    file = cache_root() / "compiled" / f"layers-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as made:
+            part = Path(made) / file.name
+            _run([compiler, *FLAGS, str(SOURCE), "-o", str(part)])
+            os.replace(part, file)
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise NoCompiler(one_line(error)) from error
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    found = next((path for name in ((named,) if named else COMPILERS) if (path := shutil.which(name))), None)
+    if found is None:
+        raise NoCompiler("there is no C++ compiler")
+    return found
+
+
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
+
+
+def _run(words: list[str]) -> str:
+    try:
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    except subprocess.CalledProcessError as error:
+        raise NoCompiler(f"{Path(words[0]).name} failed: {one_line(error.stderr)}") from error
+    except OSError as error:
+        raise NoCompiler(f"{words[0]}: {error.strerror}") from error
+
+
+def _cpu() -> str:
+    """Its name and abilities, for which `-march=native` compiles."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(line for line in lines[:30] if line.startswith(("model name", "flags", "Features")))
+
+
+class PanelLinear(nn.Module):
+    """Stands for `linear` in inference: bfloat16 numbers in two bytes each, others as float32; sums in float32.
+
+    A row's result does not depend on the rows beside it, to the last bit.
+
+    Args:
+        weight: [out, in], bfloat16 or float32.
+        bias: [out], or None.
+        wide: give float32 results, for who would widen them; rounded to the layer's type all the same.
+
+    Raises:
+        NoCompiler: see `program`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._dtype, self._given = weight.dtype, torch.float32 if wide else weight.dtype
+        narrow = weight.to(torch.bfloat16)
+        self._wide = not torch.equal(narrow.to(weight.dtype), weight)
+        self._panels = _panels(weight.float() if self._wide else narrow)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._program = program()
+
+    @property
+    def struct(self) -> Linear:
+        """As the program takes it; good as long as the module lives."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return Linear(self._panels.data_ptr(), bias, self.in_features, self.out_features, self._wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        rows = x.reshape(-1, self.in_features).float().contiguous()
+        y = torch.empty(len(rows), self.out_features)
+        rounds, threads = self._dtype == torch.bfloat16, torch.get_num_threads()
+        pointers = (c_void_p(each.data_ptr()) for each in (rows, y))
+        self._program.run_linear(ctypes.byref(self.struct), *pointers, len(rows), rounds, threads)
+        return y.to(self._given).view(*x.shape[:-1], self.out_features)
+
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """[out, in] the weight, laid out anew as a plain matrix, and [out] the bias."""
+        panels = self._panels if self._wide else self._panels.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return panels.transpose(1, 2).flatten(0, 1)[: self.out_features].to(self._dtype), self._bias
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """[panels, in, 16] of [out, in]; in bfloat16 the first and the second eight outputs alternate."""
+    padded = nn.functional.pad(weight.detach(), (0, 0, 0, -len(weight) % PANEL))
+    panels = padded.unflatten(0, (-1, PANEL)).transpose(1, 2)
+    if weight.dtype == torch.bfloat16:
+        panels = panels.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return panels.contiguous()
+
+
+def pointers(tensors: Sequence[Tensor]) -> Any:
+    """An array of the addresses."""
+    return (c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))

@@ -1,0 +1,458 @@
+// The layers of Llama-like models for passes over a few tokens, on a CPU: one call for all of them. And trained heads.
+//
+// Every number of a token is made of the same operations in the same order whatever stands beside it: how many tokens
+// and texts share the pass, how many threads there are, how long the cache is. So a draft's tokens get, bit by bit, the
+// logits that plain decoding would give them.
+//
+// Weights are read once for all tokens of a pass, in panels of 16 outputs: [panel][input][16]. bfloat16 ones keep
+// their two bytes; output i < 8 of a panel stands at 2 i, output 8 + i at 2 i + 1, so that a shift and a mask widen
+// them. Sums are float32. Where the model's type is bfloat16, results are rounded where its modules round.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+typedef float Eight __attribute__((vector_size(32)));
+typedef int32_t Whole __attribute__((vector_size(32)));
+typedef uint32_t Bits __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+typedef uint16_t Half __attribute__((vector_size(16)));
+
+// What follows is laid out as in kernels.py.
+
+struct Linear {
+    const void *weight;  // panels
+    const float *bias;   // [out], or null
+    int32_t in, out;
+    int32_t wide;  // float32 panels, not bfloat16
+};
+
+struct Layer {
+    const float *before_attention, *before_mlp;  // weights of the norms
+    Linear qkv, o, gate_up, down;
+};
+
+struct Model {
+    const Layer *layers;
+    const float *last_norm;
+    int32_t count, hidden, heads, shared, size, inner;  // shared: key/value heads; size: of a head; inner: of the MLP
+    int32_t rounds;                                     // results and cache are bfloat16
+    float epsilon, scaling;
+};
+
+struct Heads {  // of the MLP speculator's kind
+    Linear first, later, inner, outer, words;  // projections of the carry, by head; words: to logits
+    const float *norm_weight, *norm_bias;
+    float token_weight, epsilon;
+    int32_t hidden, rounds;
+};
+
+struct Pass {
+    float *states;                // [texts * width, hidden], in and out
+    const float *cos, *sin;       // [texts * width, size]; the sine of the first half is negative
+    const int64_t *positions;     // [texts * width]
+    const int32_t *seats;         // [texts], rows of the cache
+    void *const *keys, *const *values;  // of each layer [.., shared, capacity, size]
+    const int32_t *windows;       // of each layer: positions that it sees, 0 for all
+    int64_t capacity;
+    int32_t texts, width, threads;
+};
+
+namespace {
+
+const int TOGETHER = 6;   // tokens whose sums stand in registers
+const int BLOCK = 96;     // tokens whose inputs stay in the cache of a core
+const int QUERIES = 32;   // of a group of heads that read keys and values together
+const int SPAN = 64;      // keys that stay in the cache of a core
+
+inline Eight load(const float *p) { Eight v; std::memcpy(&v, p, sizeof v); return v; }
+inline void store(float *p, Eight v) { std::memcpy(p, &v, sizeof v); }
+
+inline Eight load(const uint16_t *p) {
+    Half h;
+    std::memcpy(&h, p, sizeof h);
+    return (Eight)(__builtin_convertvector(h, Bits) << 16);
+}
+
+inline float rounded(float x) {  // to bfloat16, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bits = x != x ? 0x7fc00000u : (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline Eight rounded(Eight x) {
+    const Bits bits = (Bits)x, even = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return x != x ? x : (Eight)even;
+}
+
+template <class T>
+inline T in_type(T x, bool rounds) { return rounds ? rounded(x) : x; }
+
+inline Eight exponential(Eight x) {
+    Eight low = {}, high = {};
+    low -= 87.0f;
+    high += 88.0f;
+    x = x < low ? low : x;  // both keep what is no number
+    x = x > high ? high : x;
+    const Eight magic = Eight{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
+    Eight n = (x * 1.44269504f + magic) - magic;
+    Eight r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+    Eight p = Eight{} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    Whole power = (__builtin_convertvector(n, Whole) + 127) << 23;
+    return p * (Eight)power;
+}
+
+inline float sum(Eight v) {
+    Four low, high;
+    std::memcpy(&low, &v, sizeof low);
+    std::memcpy(&high, (const char *)&v + sizeof low, sizeof high);
+    low += high;
+    return (low[0] + low[2]) + (low[1] + low[3]);
+}
+
+// Of a query and N keys, [size] each; size = 8 vectors.
+template <int N>
+inline void products(const float *query, const float *keys, int size, float scaling, float *scores) {
+    Eight found[N] = {};
+    int i = 0;
+    for (; i + 64 <= size; i += 64)
+        for (int j = i; j < i + 64; j += 8) {
+            const Eight q = load(query + j);
+            for (int n = 0; n < N; n++) found[n] += q * load(keys + n * size + j);
+        }
+    for (; i < size; i += 8) {
+        const Eight q = load(query + i);
+        for (int n = 0; n < N; n++) found[n] += q * load(keys + n * size + i);
+    }
+    for (int n = 0; n < N; n++) scores[n] = sum(found[n]) * scaling;
+}
+
+// Adds to sums [8 N] what some values, `size` apart, weigh.
+template <int N>
+inline void weigh(const float *weights, const float *values, int64_t count, int size, float *sums) {
+    Eight found[N];
+    for (int i = 0; i < N; i++) found[i] = load(sums + 8 * i);
+    for (int64_t at = 0; at < count; at++, values += size)
+        for (int i = 0; i < N; i++) found[i] += load(values + 8 * i) * weights[at];
+    for (int i = 0; i < N; i++) store(sums + 8 * i, found[i]);
+}
+
+inline void widen(const uint16_t *p, Eight &first, Eight &second) {
+    Bits w;
+    std::memcpy(&w, p, sizeof w);
+    first = (Eight)(w << 16);
+    second = (Eight)(w & 0xffff0000u);
+}
+
+inline void widen(const float *p, Eight &first, Eight &second) { first = load(p), second = load(p + 8); }
+
+// Takes what 16 outputs of one token come to.
+struct Keep {
+    float *y;
+    int64_t stride;
+    const float *bias;
+    int out;
+    bool rounds, adds;  // adds: to what is there, as a residual
+
+    void operator()(int token, int first, Eight a, Eight b) const {
+        float *to = y + token * stride + first;
+        if (out - first >= 16) {
+            put(to, a, bias ? bias + first : nullptr);
+            put(to + 8, b, bias ? bias + first + 8 : nullptr);
+            return;
+        }
+        float found[16];
+        store(found, a), store(found + 8, b);
+        for (int i = 0; i < out - first; i++) {
+            const float z = in_type(bias ? found[i] + bias[first + i] : found[i], rounds);
+            to[i] = adds ? in_type(to[i] + z, rounds) : z;
+        }
+    }
+
+    void put(float *to, Eight z, const float *more) const {
+        z = in_type(more ? z + load(more) : z, rounds);
+        store(to, adds ? in_type(load(to) + z, rounds) : z);
+    }
+};
+
+template <class W, int N>
+inline void panel(const W *w, const float *x, int in, int token, int first, const Keep &keep) {
+    Eight a[N] = {}, b[N] = {};
+    for (int k = 0; k < in; k++) {
+        Eight u, v;
+        widen(w + 16 * (int64_t)k, u, v);
+        for (int n = 0; n < N; n++) {
+            const float each = x[(int64_t)n * in + k];
+            a[n] += u * each;
+            b[n] += v * each;
+        }
+    }
+    for (int n = 0; n < N; n++) keep(token + n, first, a[n], b[n]);
+}
+
+template <class W>
+void panels(const Linear &linear, const float *x, int tokens, int begin, int end, const Keep &keep) {
+    const int in = linear.in;
+    for (int block = 0; block < tokens; block += BLOCK) {
+        const int stop = block + BLOCK < tokens ? block + BLOCK : tokens;
+        for (int j = begin; j < end; j++) {
+            const W *w = (const W *)linear.weight + (int64_t)j * in * 16;
+            for (int t = block; t < stop;) {
+                const int groups = (stop - t + TOGETHER - 1) / TOGETHER, n = (stop - t + groups - 1) / groups;
+                const float *rows = x + (int64_t)t * in;
+                switch (n) {  // of equal size, as few as there can be
+                    case 1: panel<W, 1>(w, rows, in, t, 16 * j, keep); break;
+                    case 2: panel<W, 2>(w, rows, in, t, 16 * j, keep); break;
+                    case 3: panel<W, 3>(w, rows, in, t, 16 * j, keep); break;
+                    case 4: panel<W, 4>(w, rows, in, t, 16 * j, keep); break;
+                    case 5: panel<W, 5>(w, rows, in, t, 16 * j, keep); break;
+                    case 6: panel<W, 6>(w, rows, in, t, 16 * j, keep); break;
+                }
+                t += n;
+            }
+        }
+    }
+}
+
+// Inside a parallel region: each thread has a share of the outputs, and all have ended behind it.
+void product(const Linear &linear, const float *x, int tokens, float *y, bool rounds, bool adds) {
+    const Keep keep = {y, linear.out, linear.bias, linear.out, rounds, adds};
+    const int count = (linear.out + 15) / 16, parts = 64;  // parts: more than threads, so that they end together
+#pragma omp for schedule(static)
+    for (int part = 0; part < parts; part++) {
+        const int begin = (int64_t)count * part / parts, end = (int64_t)count * (part + 1) / parts;
+        if (linear.wide) panels<float>(linear, x, tokens, begin, end, keep);
+        else panels<uint16_t>(linear, x, tokens, begin, end, keep);
+    }
+}
+
+// What brings a vector to a root mean square of 1.
+float to_one(const float *x, int size, float epsilon) {
+    Eight squares = {};
+    for (int i = 0; i < size; i += 8) squares += load(x + i) * load(x + i);
+    return 1.0f / std::sqrt(sum(squares) / size + epsilon);
+}
+
+void normed(const float *x, const float *weight, float *y, int hidden, float epsilon, bool rounds) {
+    const float scale = to_one(x, hidden, epsilon);
+    for (int i = 0; i < hidden; i += 8)
+        store(y + i, in_type(in_type(load(x + i) * scale, rounds) * load(weight + i), rounds));
+}
+
+inline void put(void *cache, int64_t at, float x, bool rounds) {
+    if (rounds) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        ((uint16_t *)cache)[at] = bits >> 16;  // rounded already
+    } else {
+        ((float *)cache)[at] = x;
+    }
+}
+
+void turned(float *head, const float *cos, const float *sin, int size, bool rounds, float *scratch) {
+    const int half = size / 2;
+    for (int i = 0; i < size; i++) {
+        const float swapped = head[i < half ? i + half : i - half];
+        scratch[i] = in_type(in_type(head[i] * cos[i], rounds) + in_type(swapped * sin[i], rounds), rounds);
+    }
+    std::memcpy(head, scratch, size * sizeof(float));
+}
+
+// Some entries of the cache as float32: they themselves, or copies in `room`.
+inline const float *wide(const float *entries, int64_t, float *) { return entries; }
+
+inline const float *wide(const uint16_t *entries, int64_t count, float *room) {
+    for (int64_t i = 0; i < count; i += 8) store(room + i, load(entries + i));
+    return room;
+}
+
+// What some queries of one group of heads see of one text. Query q is of token q / times and head group * times + q % times.
+template <class C>
+void attend(const Model &model, const Pass &pass, const C *keys, const C *values, int window, const float *qkv,
+            int text, int group, int begin, int end, float *seen, std::vector<float> &room) {
+    const int size = model.size, times = model.heads / model.shared, row = (model.heads + 2 * model.shared) * size;
+    const int count = end - begin;
+    int64_t first = INT64_MAX, last = 0;
+    auto token = [&](int q) { return (int64_t)text * pass.width + (begin + q) / times; };
+    auto head = [&](int q) { return group * times + (begin + q) % times; };
+    auto from = [&](int64_t position) { return window && position >= window ? position - window + 1 : 0; };
+    for (int q = 0; q < count; q++) {
+        const int64_t position = pass.positions[token(q)];
+        if (from(position) < first) first = from(position);
+        if (position + 1 > last) last = position + 1;
+    }
+    const int64_t length = (last - first + 7) / 8 * 8;
+    room.assign(count * (length + size) + SPAN * size, 0.0f);
+    float *scores = room.data(), *sums = scores + count * length, *copies = sums + count * size;
+    for (int64_t block = first; block < last; block += SPAN) {
+        const int64_t stop = block + SPAN < last ? block + SPAN : last;
+        const float *here = wide(keys + block * size, (stop - block) * size, copies);
+        for (int q = 0; q < count; q++) {
+            const int64_t position = pass.positions[token(q)], low = from(position);
+            const float *query = qkv + token(q) * row + head(q) * size;
+            const int64_t beyond = stop < position + 1 ? stop : position + 1;
+            int64_t at = block > low ? block : low;
+            float *found = scores + q * length - first;
+            for (; at + 4 <= beyond; at += 4) products<4>(query, here + (at - block) * size, size, model.scaling, found + at);
+            for (; at < beyond; at++) products<1>(query, here + (at - block) * size, size, model.scaling, found + at);
+        }
+    }
+    float totals[QUERIES];
+    for (int q = 0; q < count; q++) {  // counted from each query's own first key, whatever the others see
+        const int64_t position = pass.positions[token(q)], low = from(position);
+        float *own = scores + q * length + low - first, most = own[0];
+        const int64_t n = position + 1 - low;
+        for (int64_t i = 1; i < n; i++) most = own[i] > most ? own[i] : most;
+        float total = 0.0f;
+        int64_t i = 0;
+        Eight eights = {};
+        for (; i + 8 <= n; i += 8) {
+            const Eight e = exponential(load(own + i) - most);
+            store(own + i, e);
+            eights += e;
+        }
+        total = sum(eights);
+        if (i < n) {
+            float rest[8] = {};
+            std::memcpy(rest, own + i, (n - i) * sizeof(float));
+            const Eight e = exponential(load(rest) - most);
+            for (int64_t j = i; j < n; j++) own[j] = e[j - i], total += e[j - i];
+        }
+        totals[q] = total;
+    }
+    for (int64_t block = first; block < last; block += SPAN) {
+        const int64_t stop = block + SPAN < last ? block + SPAN : last;
+        const float *here = wide(values + block * size, (stop - block) * size, copies);
+        for (int q = 0; q < count; q++) {
+            const int64_t position = pass.positions[token(q)], low = from(position);
+            const int64_t beyond = stop < position + 1 ? stop : position + 1, at = block > low ? block : low;
+            if (at >= beyond) continue;
+            const float *weights = scores + q * length + at - first;
+            const float *seen_here = here + (at - block) * size;
+            int i = 0;
+            for (; i + 64 <= size; i += 64) weigh<8>(weights, seen_here + i, beyond - at, size, sums + q * size + i);
+            for (; i < size; i += 8) weigh<1>(weights, seen_here + i, beyond - at, size, sums + q * size + i);
+        }
+    }
+    for (int q = 0; q < count; q++) {
+        float *to = seen + (token(q) * model.heads + head(q)) * size;
+        for (int i = 0; i < size; i++) to[i] = in_type(sums[q * size + i] / totals[q], model.rounds);
+    }
+}
+
+}  // namespace
+
+extern "C" void run_linear(const Linear *linear, const float *x, float *y, int32_t tokens, int32_t rounds,
+                           int32_t threads) {
+#pragma omp parallel num_threads(threads)
+    product(*linear, x, tokens, y, rounds, false);
+}
+
+// One head for some tokens: carry [tokens, hidden], in and out, and embedded ones to logits.
+extern "C" void run_head(const Heads *given, int32_t later, float *carry, const float *embedded, float *logits,
+                         int32_t tokens, int32_t threads) {
+    const Heads &heads = *given;
+    const int hidden = heads.hidden;
+    std::vector<float> mixed((int64_t)tokens * hidden), of_token(mixed), feature(mixed);
+#pragma omp parallel num_threads(threads)
+    {
+        if (!later) {
+#pragma omp for schedule(static)
+            for (int t = 0; t < tokens; t++) {
+                float *state = carry + (int64_t)t * hidden;
+                const float scale = to_one(state, hidden, heads.epsilon) * 0.70710678f;
+                for (int i = 0; i < hidden; i += 8) store(state + i, load(state + i) * scale);
+            }
+        }
+        product(later ? heads.later : heads.first, carry, tokens, mixed.data(), false, false);
+        product(heads.inner, embedded, tokens, of_token.data(), false, false);
+#pragma omp for schedule(static)
+        for (int t = 0; t < tokens; t++) {
+            float *both = &mixed[(int64_t)t * hidden], *state = carry + (int64_t)t * hidden;
+            const float *token = &of_token[(int64_t)t * hidden];
+            for (int i = 0; i < hidden; i += 8) store(both + i, load(both + i) + load(token + i) * heads.token_weight);
+            const float scale = to_one(both, hidden, heads.epsilon);
+            for (int i = 0; i < hidden; i++) {
+                const float x = both[i] * scale * heads.norm_weight[i] + heads.norm_bias[i];
+                state[i] = 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+            }
+        }
+        product(heads.outer, carry, tokens, feature.data(), heads.rounds, false);
+        product(heads.words, feature.data(), tokens, logits, heads.rounds, false);
+    }
+}
+
+extern "C" void run_layers(const Model *given, const Pass *asked) {
+    const Model &model = *given;
+    const Pass &pass = *asked;
+    const int tokens = pass.texts * pass.width, hidden = model.hidden, size = model.size, inner = model.inner;
+    const int turning = model.heads + model.shared, all = turning + model.shared, times = model.heads / model.shared;
+    const int queries = pass.width * times, units = pass.texts * model.shared;
+    const int even = (queries * units + 4 * pass.threads - 1) / (4 * pass.threads);  // so that threads end together
+    const int most = even < QUERIES ? even : QUERIES, pieces = (queries + most - 1) / most;
+    const bool rounds = model.rounds;
+    std::vector<float> normal((int64_t)tokens * hidden), qkv((int64_t)tokens * all * size);
+    std::vector<float> seen((int64_t)tokens * model.heads * size), gates((int64_t)tokens * 2 * inner);
+    std::vector<float> active((int64_t)tokens * inner);
+    float *x = pass.states;
+#pragma omp parallel num_threads(pass.threads)
+    {
+        std::vector<float> room, scratch(size);
+        for (int l = 0; l < model.count; l++) {
+            const Layer &layer = model.layers[l];
+#pragma omp for schedule(static)
+            for (int t = 0; t < tokens; t++)
+                normed(x + (int64_t)t * hidden, layer.before_attention, &normal[(int64_t)t * hidden], hidden, model.epsilon, rounds);
+            product(layer.qkv, normal.data(), tokens, qkv.data(), rounds, false);
+#pragma omp for schedule(static)
+            for (int each = 0; each < tokens * all; each++) {
+                const int t = each / all, h = each % all;
+                float *head = &qkv[(int64_t)each * size];
+                if (h < turning) turned(head, pass.cos + (int64_t)t * size, pass.sin + (int64_t)t * size, size, rounds, scratch.data());
+                if (h < model.heads) continue;
+                void *cache = h < turning ? pass.keys[l] : pass.values[l];
+                const int64_t seat = (int64_t)pass.seats[t / pass.width] * model.shared + (h - model.heads) % model.shared;
+                for (int i = 0; i < size; i++)
+                    put(cache, (seat * pass.capacity + pass.positions[t]) * size + i, head[i], rounds);
+            }
+#pragma omp for schedule(dynamic, 1)
+            for (int each = 0; each < units * pieces; each++) {
+                const int piece = each % pieces, group = each / pieces % model.shared, text = each / pieces / model.shared;
+                const int begin = piece * most, end = begin + most < queries ? begin + most : queries;
+                const int64_t at = ((int64_t)pass.seats[text] * model.shared + group) * pass.capacity * size;
+                if (rounds)
+                    attend(model, pass, (const uint16_t *)pass.keys[l] + at, (const uint16_t *)pass.values[l] + at,
+                           pass.windows[l], qkv.data(), text, group, begin, end, seen.data(), room);
+                else
+                    attend(model, pass, (const float *)pass.keys[l] + at, (const float *)pass.values[l] + at,
+                           pass.windows[l], qkv.data(), text, group, begin, end, seen.data(), room);
+            }
+            product(layer.o, seen.data(), tokens, x, rounds, true);
+#pragma omp for schedule(static)
+            for (int t = 0; t < tokens; t++)
+                normed(x + (int64_t)t * hidden, layer.before_mlp, &normal[(int64_t)t * hidden], hidden, model.epsilon, rounds);
+            product(layer.gate_up, normal.data(), tokens, gates.data(), rounds, false);
+#pragma omp for schedule(static)
+            for (int64_t each = 0; each < (int64_t)tokens * inner; each += 8) {
+                const float *gate = &gates[each / inner * 2 * inner + each % inner];
+                const Eight z = load(gate), open = z / (1.0f + exponential(-z)), up = load(gate + inner);
+                store(&active[each], in_type(in_type(open, rounds) * up, rounds));
+            }
+            product(layer.down, active.data(), tokens, x, rounds, true);
+        }
+#pragma omp for schedule(static)
+        for (int t = 0; t < tokens; t++) {
+            float *state = x + (int64_t)t * hidden;
+            normed(state, model.last_norm, state, hidden, model.epsilon, rounds);
+        }
+    }
+}

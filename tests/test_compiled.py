@@ -137,6 +137,21 @@ def test_in_bfloat16_speculative_text_is_plain_text(generation: str) -> None:
     assert all(each == plain for each in others)
 
 
+@pytest.mark.parametrize("layers", ["1", "[0]", "[1]", "[0,1]"])
+def test_what_drafts_for_a_compiled_target_is_compiled_too_and_drafts_the_same(layers: str) -> None:
+    """With the target's own cache and with one of its own."""
+    words = ["target=tiny", "target.device=cpu", "proposer=layer_skip", f"proposer.layers={layers}"]
+    words += ["generation.max_new_tokens=40", "generation.ignore_eos=true", "num_speculative_tokens=3"]
+    found = []
+    for engine in ("packed", "compiled"):
+        pipeline = package.load(*words, f"verifier={engine}")
+        assert isinstance(pipeline.proposer._reader.model, CompiledModel) == (engine == "compiled")
+        sequences = pipeline.sequences(["abcab", "x", "hello"])
+        steps = [(step.drafted, step.accepted, step.tokens) for _, step in pipeline.decode_together(sequences, 2)]
+        found.append(steps)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("weights", ["bfloat16", "float32 from bfloat16", "float32"])
 @pytest.mark.parametrize(("out", "rows"), [(16, 1), (37, 5), (3, 7), (64, 100)])
@@ -162,7 +177,9 @@ def test_a_number_that_is_none_is_none_in_the_logits() -> None:
     assert not verifier.score([text([5])], Draft.of([[3]], verifier.device))[0].isnan().any()
 
 
-@pytest.mark.parametrize("why", ["no compiler", "wrong logits", "unknown kind", "other activation", "float64"])
+@pytest.mark.parametrize(
+    "why", ["no compiler", "wrong logits", "other bits", "unknown kind", "other activation", "float64"]
+)
 def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of()
     said = "there is no C++ compiler"
@@ -171,6 +188,10 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(why: str, monkey
     if why == "wrong logits":
         monkeypatch.setattr("specpipe.verifier.compiled.window", lambda config: 1)
         target, said = target_of("Mistral, window"), "does not reproduce its own logits"
+    if why == "other bits":
+        forward = PanelLinear.forward
+        monkeypatch.setattr(PanelLinear, "forward", lambda self, x: forward(self, x) * (1 + 1e-6 * (x.shape[1] > 3)))
+        said = "its numbers depend on what shares a pass"
     if why == "unknown kind":
         target, said = Target(small("GPT2"), ToyTokenizer(), "GPT2", None), "GPT2LMHeadModel is of no kind"
     if why == "other activation":

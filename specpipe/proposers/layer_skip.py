@@ -52,6 +52,7 @@ class LayerSkip(ModelProposer):
 
     def attach(self, verifier: Any) -> None:
         """Draft behind what the verifier's `reader` has read, if it has one and the layers are the first ones."""
+        super().attach(verifier)
         reader = getattr(verifier, "reader", None)
         if isinstance(reader, Reader) and self.layers == list(range(len(self.layers))):
             self._reader = Borrower(self._reader.model, reader)

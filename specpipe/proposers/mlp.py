@@ -24,7 +24,6 @@ from specpipe.proposers.compiled_heads import CompiledHeads
 from specpipe.proposers.drawing import Drawing, Row, Vocabulary, joined
 from specpipe.proposers.translation import Mirror
 from specpipe.sequence import Sequence
-from specpipe.verifier.compiled import CompiledModel
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.targets import Target
 
@@ -80,7 +79,7 @@ class HeadsProposer:
         reader = getattr(verifier, "reader", None)
         if isinstance(reader, Reader):
             self._states = lambda sequences: [reader.state(sequence) for sequence in sequences]
-            if isinstance(reader.model, CompiledModel) and CompiledHeads.fits(self.heads):
+            if getattr(verifier, "engine", None) == "compiled" and CompiledHeads.fits(self.heads):
                 self.heads = CompiledHeads(self.heads)
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:

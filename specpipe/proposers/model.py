@@ -19,6 +19,7 @@ from specpipe.draft import Draft
 from specpipe.proposers.drawing import Drawing, Row, Vocabulary, joined
 from specpipe.proposers.translation import SameTokens, Translation
 from specpipe.sequence import Sequence
+from specpipe.verifier.compiled import compiled_like
 from specpipe.verifier.reader import Reader
 
 
@@ -34,6 +35,10 @@ class ModelProposer:
     def __init__(self, *, draw: str = "sample", min_confidence: float = 0.0, copy_bias: Items[float] = ()) -> None:
         self._drawing = Drawing(draw, min_confidence, copy_bias)
         self._warned = False
+
+    def attach(self, verifier: Any) -> None:
+        """Run compiled if the target does."""
+        self._reader = Reader(compiled_like(verifier, self._reader.model))
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         return self.extend(sequences, [[] for _ in sequences], lengths)

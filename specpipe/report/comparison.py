@@ -147,7 +147,7 @@ def _speed(row: Row) -> tuple[float, float]:
 def _lead(rows: Sequence[Row], mixed: Sequence[str]) -> str:
     """The highest of what says most, and whose it is, if the runs can be compared in it."""
     if rows and {"targets", "prompts"} & set(mixed):
-        return f"None of these is the best: the runs have different {' and '.join(mixed)}."
+        return f"There is no best of these: the runs have different {' and '.join(mixed)}."
     for name in LEVELS:
         if name == "tokens_per_s" and "machines" in mixed:
             continue

@@ -17,7 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specpipe.chance import Chance
+from specpipe.draft import Draft
 from specpipe.errors import UserError, flag, one_line
+from specpipe.sequence import Sequence
+from specpipe.settings import GenerationSettings
 from specpipe.verifier import kernels
 from specpipe.verifier.cache import RowCache
 from specpipe.verifier.eager import EagerVerifier
@@ -33,6 +37,7 @@ from specpipe.verifier.windows import SLIDING, layer_kinds, window
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of a layer
 TYPES = (torch.bfloat16, torch.float32)
 LANES = 8  # numbers of a vector: sizes are multiples
+TOKENS = 11  # of the text by which it is seen that a token's numbers are its own
 
 
 class CompiledVerifier(EagerVerifier):
@@ -51,7 +56,7 @@ class CompiledVerifier(EagerVerifier):
     def __init__(self, target: Target, *, warn: bool = True) -> None:
         expected = plain_logits(target.model)
         super().__init__(target, prepack=False)
-        reason = self._why_not() or self._compile(expected)
+        reason = unfit(target.model) or self._compile(expected)
         if reason is None:
             self.engine = "compiled"
             return
@@ -69,29 +74,45 @@ class CompiledVerifier(EagerVerifier):
             return one_line(error)
         except UserError as error:
             return error.message
+        if not _same_bits(compiled):
+            return "on this machine its numbers depend on what shares a pass"
         compiled.adopt()
         self.reader = Reader(compiled)
         return None
 
-    def _why_not(self) -> str | None:
-        model, layers = self.target.model, self.target.model.model.layers if self.prepared.fused else ()
-        if not self.prepared.fused:
-            return f"{type(model).__name__} is of no kind that it knows"
-        if self.device.type != "cpu":
-            return f"it is on {self.device.type}, and only CPUs are supported"
-        if model.dtype not in TYPES:
-            return f"its weights are {model.dtype}"
-        if any(type(layer.act_fn).__name__ not in ("SiLU", "SiLUActivation") for layer in layers):
-            return f"its activation is {type(layers[0].act_fn).__name__}"
-        sizes = (model.config.hidden_size, model.config.intermediate_size, layers[0].head_dim)
-        return None if not any(size % LANES for size in sizes) else f"its sizes {sizes} are no multiples of {LANES}"
+
+def unfit(model: Any) -> str | None:
+    """Why there is no program for a model of `transformers`, whatever was done to it so far; None if there is."""
+    layers = getattr(getattr(model, "model", None), "layers", ())
+    if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
+        return f"{type(model).__name__} is of no kind that it knows"
+    if model.device.type != "cpu":
+        return f"it is on {model.device.type}, and only CPUs are supported"
+    if model.dtype not in TYPES:
+        return f"its weights are {model.dtype}"
+    if any(type(layer.act_fn).__name__ not in ("SiLU", "SiLUActivation") for layer in layers):
+        return f"its activation is {type(layers[0].act_fn).__name__}"
+    linears = [getattr(layer, name) for layer in layers for name in LINEARS]
+    if not all(hasattr(each, "weight") or hasattr(each, "unpacked") for each in linears):
+        return "its weights are in 8 bits"
+    sizes = (model.config.hidden_size, model.config.intermediate_size, layers[0].head_dim)
+    return None if not any(size % LANES for size in sizes) else f"its sizes {sizes} are no multiples of {LANES}"
+
+
+def compiled_like(verifier: Any, model: Any) -> Any:
+    """What drafts for a compiled target, compiled too if there is a program for it; else the model itself."""
+    if getattr(verifier, "engine", None) != "compiled" or unfit(model) is not None:
+        return model
+    compiled = CompiledModel(model)
+    compiled.adopt()
+    return compiled
 
 
 class CompiledModel:
     """Stands for a fused model where a `Reader` calls it. The model stays as it is until `adopt`.
 
     Args:
-        model: whose layers are `FusedLayer`s of the kind that `CompiledVerifier` checks for.
+        model: for which `unfit` has no reason.
 
     Raises:
         NoCompiler: see `kernels.program`.
@@ -102,7 +123,7 @@ class CompiledModel:
         self.model, self.config = model, model.config
         self._layers: list[FusedLayer] = list(model.model.layers)
         self._linears = [[_panels(getattr(layer, name)) for name in LINEARS] for layer in self._layers]
-        self._head = PanelLinear(plain_weight(model.lm_head), plain_bias(model.lm_head), wide=True)
+        self._head = _panels(model.lm_head, wide=True)
         norms = [norm for layer in self._layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
         self._norms = [norm.weight.detach().float().contiguous() for norm in (*norms, model.model.norm)]
         self._rounds = model.dtype == torch.bfloat16
@@ -150,7 +171,8 @@ class CompiledModel:
         angles = [angle.expand(texts, -1, -1, -1).float().contiguous() for angle in (cos, sin)]
         first = self._layers[0]
         like = states.new_empty(0, self._struct.shared, 0, first.head_dim, dtype=self.model.dtype)
-        held = cache.room(like)
+        room = cache.room(like)
+        held = [room[layer.layer_idx] for layer in self._layers]
         reach = window(self.config) or 0
         windows = [reach if kind == SLIDING else 0 for kind in layer_kinds(self.config)]
         positions = cache.positions.contiguous()
@@ -189,5 +211,22 @@ class CompiledModel:
         )
 
 
-def _panels(linear: Any) -> PanelLinear:
-    return PanelLinear(plain_weight(linear), plain_bias(linear))
+def _same_bits(compiled: CompiledModel) -> bool:
+    """Whether tokens read one by one have the logits of one pass over all, in which sums are made in other groups."""
+    size = compiled.config.vocab_size
+    ids = [(7 * i + 3) % size for i in range(TOKENS)]
+    reader, none = Reader(compiled), Draft.of([[]])
+    whole, stepped = (Sequence(ids[:1], GenerationSettings(max_new_tokens=TOKENS), chance=Chance(0)) for _ in range(2))
+    [rows] = reader.read([whole], Draft.of([ids[1:]]))
+    for row, token in zip(rows, [*ids[1:], 0], strict=True):
+        if not torch.equal(reader.read([stepped], none)[0][0], row):
+            return False
+        stepped.commit([token], 0, [])
+    return True
+
+
+def _panels(linear: Any, wide: bool = False) -> PanelLinear:
+    """A linear layer as the program takes it; itself if it is one already, as in a model that shares layers."""
+    if isinstance(linear, PanelLinear):
+        return linear
+    return PanelLinear(plain_weight(linear), plain_bias(linear), wide=wide)

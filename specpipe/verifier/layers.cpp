@@ -85,16 +85,14 @@ inline float rounded(float x) {  // to bfloat16, ties to even
 
 inline Eight rounded(Eight x) {
     const Bits bits = (Bits)x, even = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-    return x != x ? x : (Eight)even;
+    return x != x ? (Eight)(Bits{} + 0x7fc00000u) : (Eight)even;
 }
 
 template <class T>
 inline T in_type(T x, bool rounds) { return rounds ? rounded(x) : x; }
 
 inline Eight exponential(Eight x) {
-    Eight low = {}, high = {};
-    low -= 87.0f;
-    high += 88.0f;
+    const Eight low = Eight{} - 87.0f, high = Eight{} + 88.0f;
     x = x < low ? low : x;  // both keep what is no number
     x = x > high ? high : x;
     const Eight magic = Eight{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref, c_void_p
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from specpipe.proposers.bound_heads import TrainedHeads
 from specpipe.proposers.heads import EPSILON, MlpHeads
 from specpipe.verifier.kernels import Heads, PanelLinear, program
 from specpipe.verifier.linear import plain_weight
+from specpipe.verifier.targets import Target
 
 
 class CompiledHeads:
@@ -24,10 +26,17 @@ class CompiledHeads:
     """
 
     def __init__(self, heads: TrainedHeads) -> None:
-        module = heads.module
+        self._plain, self._program = heads, program()
+        self._prepare()
+
+    def bind(self, target: Target) -> None:
+        self._plain.bind(target)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        heads, module = self._plain, self._plain.module
         assert isinstance(module, MlpHeads)
-        self.heads, self.ids = heads.heads, heads.ids
-        self._embedding, self._program = heads.embedding, program()
+        self.heads, self.ids, self._embedding = heads.heads, heads.ids, heads.embedding
         later = module.proj_1 if heads.heads > 1 else module.proj_0
         matrices = (module.proj_0, later, module.inner.T, module.outer)
         self._linears = [PanelLinear(each.detach(), None) for each in matrices]
@@ -43,7 +52,7 @@ class CompiledHeads:
         )
 
     @staticmethod
-    def fits(heads: object) -> bool:
+    def fits(heads: object) -> TypeGuard[TrainedHeads]:
         """Whether there is a program for them."""
         return isinstance(heads, TrainedHeads) and isinstance(heads.module, MlpHeads) and heads.module.hidden % 8 == 0
 

@@ -114,7 +114,7 @@ class Vocabulary:
     def _places(self) -> Mapping[int, int] | range | None:
         if not self._in_order:
             return None
-        return self._in_order if self.ids is None else {token: place for place, token in enumerate(self._in_order)}
+        return range(self.size) if self.ids is None else {token: place for place, token in enumerate(self._in_order)}
 
 
 def _confidence(q: Tensor, logits: Tensor, settings: GenerationSettings) -> Tensor:

@@ -31,6 +31,7 @@ class ModelProposer:
     """
 
     keeps_nothing = q_by_prefix = True
+    _reader: Reader
 
     def __init__(self, *, draw: str = "sample", min_confidence: float = 0.0, copy_bias: Items[float] = ()) -> None:
         self._drawing = Drawing(draw, min_confidence, copy_bias)

@@ -30,7 +30,7 @@ def test_the_best_token_is_that_of_the_placed_logits(kind: str, dtype: torch.dty
         logits = torch.randint(-2, 3, (count,), generator=generator).to(dtype)
         gained = torch.randint(0, SIZE, (3,), generator=generator).tolist()
         gains = {token: float(token % 3 + 1) for token in gained}
-        law = words.placed(logits).float()
+        law = words.placed(logits).float().clone()
         for token, gain in gains.items():
             law[token] += gain
         best = words.best(logits, gains)

@@ -234,6 +234,13 @@ def test_a_compiler_that_fails_is_no_crash(
         kernels.program.__wrapped__()
 
 
+def test_a_cache_that_takes_nothing_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("SPECPIPE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(NoCompiler, match="file"):
+        kernels.program.__wrapped__()
+
+
 def test_weights_are_in_memory_once() -> None:
     target = tiny(device="cpu")
     compiled(target)

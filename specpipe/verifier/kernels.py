@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
@@ -95,16 +96,22 @@ def program() -> ctypes.CDLL:
     compiler = _compiler()
     parts = [SOURCE.read_bytes(), repr((FLAGS, _version(compiler), platform.platform(), _cpu())).encode()]
     file = cache_root() / "compiled" / f"layers-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as made:
-            part = Path(made) / file.name
-            _run([compiler, *FLAGS, str(SOURCE), "-o", str(part)])
-            os.replace(part, file)
     try:
+        if not file.is_file():
+            _compile(compiler, file)
         return ctypes.CDLL(str(file))
-    except OSError as error:
+    except OSError as error:  # a cache that takes nothing, a file that is not for this machine
         raise NoCompiler(one_line(error)) from error
+
+
+def _compile(compiler: str, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if sys.stderr.isatty():
+        print("specpipe: compiling, once on this machine ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as made:
+        part = Path(made) / file.name
+        _run([compiler, *FLAGS, str(SOURCE), "-o", str(part)])
+        os.replace(part, file)
 
 
 def _compiler() -> str:

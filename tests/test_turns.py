@@ -299,7 +299,7 @@ def test_a_conversation_that_outgrows_the_context_ends_and_the_others_go_on(
 
 
 def test_a_prompt_as_long_as_the_context_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    code, result = run("decode", rows=[{"turns": ["x" * 512]}, ROWS[2]])
+    code, result = run("decode", rows=[{"category": "a", "turns": ["x" * 512]}, ROWS[2]])
     assert code == 0
     assert result["requests"][0]["finish_reason"] == "context"
     assert "1 of the prompts fill the target's context: no room for an answer" in capsys.readouterr().err

@@ -8,10 +8,14 @@
 // their two bytes; output i < 8 of a panel stands at 2 i, output 8 + i at 2 i + 1, so that a shift and a mask widen
 // them. Sums are float32. Where the model's type is bfloat16, results are rounded where its modules round.
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#include <omp.h>
+#include <sched.h>
 
 typedef float Eight __attribute__((vector_size(32)));
 typedef int32_t Whole __attribute__((vector_size(32)));
@@ -65,6 +69,41 @@ const int TOGETHER = 6;   // tokens whose sums stand in registers
 const int BLOCK = 96;     // tokens whose inputs stay in the cache of a core
 const int QUERIES = 32;   // of a group of heads that read keys and values together
 const int SPAN = 64;      // keys that stay in the cache of a core
+
+// Threads of one call, which take their shares of what there is to do and wait for each other.
+//
+// Who waits looks for a while and then lets others run: beside other work on the machine a thread may have been put
+// aside, and looking on would keep it from coming back.
+class Team {
+  public:
+    void wait() {
+        const int now = round.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) == omp_get_num_threads() - 1) {
+            arrived.store(0, std::memory_order_relaxed);
+            round.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int looks = 0; round.load(std::memory_order_acquire) == now; looks++) {
+            if (looks > LOOKS) sched_yield();
+#if defined(__x86_64__)
+            else __builtin_ia32_pause();
+#endif
+        }
+    }
+
+    // Of `count` the share of the thread that asks: calls `work(begin, end)`, then waits for all.
+    template <class Work>
+    void share(int64_t count, const Work &work) {
+        const int64_t n = omp_get_num_threads(), i = omp_get_thread_num();
+        const int64_t begin = count * i / n, end = count * (i + 1) / n;
+        if (begin < end) work(begin, end);
+        wait();
+    }
+
+  private:
+    static const int LOOKS = 4000;  // some 0.05 ms
+    std::atomic<int> arrived{0}, round{0};
+};
 
 inline Eight load(const float *p) { Eight v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float *p, Eight v) { std::memcpy(p, &v, sizeof v); }
@@ -221,16 +260,13 @@ void panels(const Linear &linear, const float *x, int tokens, int begin, int end
     }
 }
 
-// Inside a parallel region: each thread has a share of the outputs, and all have ended behind it.
-void product(const Linear &linear, const float *x, int tokens, float *y, bool rounds, bool adds) {
+// Each thread has a share of the outputs, and all have ended behind it.
+void product(Team &team, const Linear &linear, const float *x, int tokens, float *y, bool rounds, bool adds) {
     const Keep keep = {y, linear.out, linear.bias, linear.out, rounds, adds};
-    const int count = (linear.out + 15) / 16, parts = 64;  // parts: more than threads, so that they end together
-#pragma omp for schedule(static)
-    for (int part = 0; part < parts; part++) {
-        const int begin = (int64_t)count * part / parts, end = (int64_t)count * (part + 1) / parts;
+    team.share((linear.out + 15) / 16, [&](int64_t begin, int64_t end) {
         if (linear.wide) panels<float>(linear, x, tokens, begin, end, keep);
         else panels<uint16_t>(linear, x, tokens, begin, end, keep);
-    }
+    });
 }
 
 // What brings a vector to a root mean square of 1.
@@ -351,8 +387,9 @@ void attend(const Model &model, const Pass &pass, const C *keys, const C *values
 
 extern "C" void run_linear(const Linear *linear, const float *x, float *y, int32_t tokens, int32_t rounds,
                            int32_t threads) {
+    Team team;
 #pragma omp parallel num_threads(threads)
-    product(*linear, x, tokens, y, rounds, false);
+    product(team, *linear, x, tokens, y, rounds, false);
 }
 
 // One head for some tokens: carry [tokens, hidden], in and out, and embedded ones to logits.
@@ -361,31 +398,34 @@ extern "C" void run_head(const Heads *given, int32_t later, float *carry, const 
     const Heads &heads = *given;
     const int hidden = heads.hidden;
     std::vector<float> mixed((int64_t)tokens * hidden), of_token(mixed), feature(mixed);
+    Team team;
 #pragma omp parallel num_threads(threads)
     {
-        if (!later) {
-#pragma omp for schedule(static)
-            for (int t = 0; t < tokens; t++) {
-                float *state = carry + (int64_t)t * hidden;
-                const float scale = to_one(state, hidden, heads.epsilon) * 0.70710678f;
-                for (int i = 0; i < hidden; i += 8) store(state + i, load(state + i) * scale);
+        if (!later)
+            team.share(tokens, [&](int64_t begin, int64_t end) {
+                for (int64_t t = begin; t < end; t++) {
+                    float *state = carry + t * hidden;
+                    const float scale = to_one(state, hidden, heads.epsilon) * 0.70710678f;
+                    for (int i = 0; i < hidden; i += 8) store(state + i, load(state + i) * scale);
+                }
+            });
+        product(team, later ? heads.later : heads.first, carry, tokens, mixed.data(), false, false);
+        product(team, heads.inner, embedded, tokens, of_token.data(), false, false);
+        team.share(tokens, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; t++) {
+                float *both = &mixed[t * hidden], *state = carry + t * hidden;
+                const float *token = &of_token[t * hidden];
+                for (int i = 0; i < hidden; i += 8)
+                    store(both + i, load(both + i) + load(token + i) * heads.token_weight);
+                const float scale = to_one(both, hidden, heads.epsilon);
+                for (int i = 0; i < hidden; i++) {
+                    const float x = both[i] * scale * heads.norm_weight[i] + heads.norm_bias[i];
+                    state[i] = 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+                }
             }
-        }
-        product(later ? heads.later : heads.first, carry, tokens, mixed.data(), false, false);
-        product(heads.inner, embedded, tokens, of_token.data(), false, false);
-#pragma omp for schedule(static)
-        for (int t = 0; t < tokens; t++) {
-            float *both = &mixed[(int64_t)t * hidden], *state = carry + (int64_t)t * hidden;
-            const float *token = &of_token[(int64_t)t * hidden];
-            for (int i = 0; i < hidden; i += 8) store(both + i, load(both + i) + load(token + i) * heads.token_weight);
-            const float scale = to_one(both, hidden, heads.epsilon);
-            for (int i = 0; i < hidden; i++) {
-                const float x = both[i] * scale * heads.norm_weight[i] + heads.norm_bias[i];
-                state[i] = 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
-            }
-        }
-        product(heads.outer, carry, tokens, feature.data(), heads.rounds, false);
-        product(heads.words, feature.data(), tokens, logits, heads.rounds, false);
+        });
+        product(team, heads.outer, carry, tokens, feature.data(), heads.rounds, false);
+        product(team, heads.words, feature.data(), tokens, logits, heads.rounds, false);
     }
 }
 
@@ -402,55 +442,57 @@ extern "C" void run_layers(const Model *given, const Pass *asked) {
     std::vector<float> seen((int64_t)tokens * model.heads * size), gates((int64_t)tokens * 2 * inner);
     std::vector<float> active((int64_t)tokens * inner);
     float *x = pass.states;
+    Team team;
 #pragma omp parallel num_threads(pass.threads)
     {
         std::vector<float> room, scratch(size);
+        const auto norms = [&](const float *weight, float *y) {
+            team.share(tokens, [&](int64_t begin, int64_t end) {
+                for (int64_t t = begin; t < end; t++)
+                    normed(x + t * hidden, weight, y + t * hidden, hidden, model.epsilon, rounds);
+            });
+        };
         for (int l = 0; l < model.count; l++) {
             const Layer &layer = model.layers[l];
-#pragma omp for schedule(static)
-            for (int t = 0; t < tokens; t++)
-                normed(x + (int64_t)t * hidden, layer.before_attention, &normal[(int64_t)t * hidden], hidden, model.epsilon, rounds);
-            product(layer.qkv, normal.data(), tokens, qkv.data(), rounds, false);
-#pragma omp for schedule(static)
-            for (int each = 0; each < tokens * all; each++) {
-                const int t = each / all, h = each % all;
-                float *head = &qkv[(int64_t)each * size];
-                if (h < turning) turned(head, pass.cos + (int64_t)t * size, pass.sin + (int64_t)t * size, size, rounds, scratch.data());
-                if (h < model.heads) continue;
-                void *cache = h < turning ? pass.keys[l] : pass.values[l];
-                const int64_t seat = (int64_t)pass.seats[t / pass.width] * model.shared + (h - model.heads) % model.shared;
-                for (int i = 0; i < size; i++)
-                    put(cache, (seat * pass.capacity + pass.positions[t]) * size + i, head[i], rounds);
-            }
-#pragma omp for schedule(dynamic, 1)
-            for (int each = 0; each < units * pieces; each++) {
-                const int piece = each % pieces, group = each / pieces % model.shared, text = each / pieces / model.shared;
-                const int begin = piece * most, end = begin + most < queries ? begin + most : queries;
-                const int64_t at = ((int64_t)pass.seats[text] * model.shared + group) * pass.capacity * size;
-                if (rounds)
-                    attend(model, pass, (const uint16_t *)pass.keys[l] + at, (const uint16_t *)pass.values[l] + at,
-                           pass.windows[l], qkv.data(), text, group, begin, end, seen.data(), room);
-                else
-                    attend(model, pass, (const float *)pass.keys[l] + at, (const float *)pass.values[l] + at,
-                           pass.windows[l], qkv.data(), text, group, begin, end, seen.data(), room);
-            }
-            product(layer.o, seen.data(), tokens, x, rounds, true);
-#pragma omp for schedule(static)
-            for (int t = 0; t < tokens; t++)
-                normed(x + (int64_t)t * hidden, layer.before_mlp, &normal[(int64_t)t * hidden], hidden, model.epsilon, rounds);
-            product(layer.gate_up, normal.data(), tokens, gates.data(), rounds, false);
-#pragma omp for schedule(static)
-            for (int64_t each = 0; each < (int64_t)tokens * inner; each += 8) {
-                const float *gate = &gates[each / inner * 2 * inner + each % inner];
-                const Eight z = load(gate), open = z / (1.0f + exponential(-z)), up = load(gate + inner);
-                store(&active[each], in_type(in_type(open, rounds) * up, rounds));
-            }
-            product(layer.down, active.data(), tokens, x, rounds, true);
+            norms(layer.before_attention, normal.data());
+            product(team, layer.qkv, normal.data(), tokens, qkv.data(), rounds, false);
+            team.share((int64_t)tokens * all, [&](int64_t begin, int64_t end) {
+                for (int64_t each = begin; each < end; each++) {
+                    const int64_t t = each / all, h = each % all;
+                    float *head = &qkv[each * size];
+                    if (h < turning) turned(head, pass.cos + t * size, pass.sin + t * size, size, rounds, scratch.data());
+                    if (h < model.heads) continue;
+                    void *cache = h < turning ? pass.keys[l] : pass.values[l];
+                    const int64_t seat = pass.seats[t / pass.width] * (int64_t)model.shared + (h - model.heads) % model.shared;
+                    for (int i = 0; i < size; i++)
+                        put(cache, (seat * pass.capacity + pass.positions[t]) * size + i, head[i], rounds);
+                }
+            });
+            team.share((int64_t)units * pieces, [&](int64_t begin, int64_t end) {
+                for (int64_t each = begin; each < end; each++) {
+                    const int piece = each % pieces, group = each / pieces % model.shared, text = each / pieces / model.shared;
+                    const int first = piece * most, last = first + most < queries ? first + most : queries;
+                    const int64_t at = ((int64_t)pass.seats[text] * model.shared + group) * pass.capacity * size;
+                    if (rounds)
+                        attend(model, pass, (const uint16_t *)pass.keys[l] + at, (const uint16_t *)pass.values[l] + at,
+                               pass.windows[l], qkv.data(), text, group, first, last, seen.data(), room);
+                    else
+                        attend(model, pass, (const float *)pass.keys[l] + at, (const float *)pass.values[l] + at,
+                               pass.windows[l], qkv.data(), text, group, first, last, seen.data(), room);
+                }
+            });
+            product(team, layer.o, seen.data(), tokens, x, rounds, true);
+            norms(layer.before_mlp, normal.data());
+            product(team, layer.gate_up, normal.data(), tokens, gates.data(), rounds, false);
+            team.share((int64_t)tokens * inner / 8, [&](int64_t begin, int64_t end) {
+                for (int64_t each = 8 * begin; each < 8 * end; each += 8) {
+                    const float *gate = &gates[each / inner * 2 * inner + each % inner];
+                    const Eight z = load(gate), open = z / (1.0f + exponential(-z)), up = load(gate + inner);
+                    store(&active[each], in_type(in_type(open, rounds) * up, rounds));
+                }
+            });
+            product(team, layer.down, active.data(), tokens, x, rounds, true);
         }
-#pragma omp for schedule(static)
-        for (int t = 0; t < tokens; t++) {
-            float *state = x + (int64_t)t * hidden;
-            normed(state, model.last_norm, state, hidden, model.epsilon, rounds);
-        }
+        norms(model.last_norm, x);
     }
 }

@@ -48,6 +48,10 @@ class Drawing:
         The draft also ends where the request bans all that the logits can say.
         """
         settings, behind = row.sequence.settings, [*row.given, *row.drafted]
+        if settings.temperature == 0 and not settings.depends_on_prefix and not self.min_confidence:
+            best = words.best(logits, self._copying.gains(row.sequence, behind))
+            if best is not None:
+                return row.add(best)
         logits = self._copying.raised(words.placed(logits), row.sequence, behind)
         q = probabilities(logits, settings, row.sequence.prefix.then(behind))
         if q.sum().isnan() and not logits.isnan().any():

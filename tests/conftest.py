@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from tests.command_line import Run, runner
 
 # A shell that starts jobs in the background has them ignore Ctrl-C; these tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-THREADS = torch.get_num_threads()
+# Workers share the machine: more threads than there are processors would spend their time waiting for each other.
+THREADS = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 @pytest.fixture(autouse=True)

@@ -171,9 +171,9 @@ class Pipeline:
                 raise
         for sequence in sequences:
             sequence.chance.rewind()
-        for part in (self.verifier, self.proposer):
-            if hasattr(part, "forget"):
-                part.forget()
+        self.verifier.forget()
+        if hasattr(self.proposer, "forget"):
+            self.proposer.forget()
         return None
 
     def sequences(

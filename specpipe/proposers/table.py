@@ -56,6 +56,7 @@ class CountsProposer:
         """Make the law over the target's ids. Raises UserError if its vocabulary is not the table's."""
         self._refuse_other_vocabulary(target)
         self._size = target.vocabulary
+        self._words = Vocabulary(self._size)
         self._law = Smoothed(self._counts, self.order, self._size)
         self._best = lru_cache(CONTEXTS)(self._look_up_best)
 
@@ -81,7 +82,7 @@ class CountsProposer:
         if settings.temperature == 0 and not settings.depends_on_prefix:
             best, confidence = self._best(context)
             return confidence >= self._drawing.min_confidence and row.add(best)
-        return self._drawing.take(row, self._law.law(context).float().log(), Vocabulary(self._size))
+        return self._drawing.take(row, self._law.law(context).float().log(), self._words)
 
     def _look_up_best(self, context: tuple[int, ...]) -> tuple[int, float]:
         law = self._law.law(context)

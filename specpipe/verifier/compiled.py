@@ -30,7 +30,7 @@ from specpipe.verifier.kernels import PanelLinear, program
 from specpipe.verifier.linear import plain_bias, plain_weight
 from specpipe.verifier.prepared import prepare
 from specpipe.verifier.reader import Reader
-from specpipe.verifier.support import plain_logits, rehearse
+from specpipe.verifier.support import rehearse
 from specpipe.verifier.targets import Target
 from specpipe.verifier.windows import SLIDING, layer_kinds, window
 
@@ -54,9 +54,8 @@ class CompiledVerifier(EagerVerifier):
     """
 
     def __init__(self, target: Target, *, warn: bool = True) -> None:
-        expected = plain_logits(target.model)
         super().__init__(target, prepack=False)
-        reason = unfit(target.model) or self._compile(expected)
+        reason = unfit(target.model) or self._compile()
         if reason is None:
             self.engine = "compiled"
             return
@@ -65,11 +64,11 @@ class CompiledVerifier(EagerVerifier):
         if flag("warn", warn):
             warnings.warn(f"verifier=compiled runs {target.name} uncompiled: {reason}", stacklevel=2)
 
-    def _compile(self, expected: Tensor) -> str | None:
+    def _compile(self) -> str | None:
         """Let the reader run the program, or say why it does not."""
         try:
             compiled = CompiledModel(self.target.model)
-            rehearse(compiled, expected)
+            rehearse(compiled, self._expected)
         except kernels.NoCompiler as error:
             return one_line(error)
         except UserError as error:

@@ -30,10 +30,10 @@ class EagerVerifier:
 
     def __init__(self, target: Target, *, prepack: bool = True, fuse: bool = True) -> None:
         refuse_unsupported(target.model)
-        expected = plain_logits(target.model)
+        self._expected = plain_logits(target.model)
         self.target = target
         self.prepared = prepare(target.model, fuse=flag("fuse", fuse), prepack=flag("prepack", prepack))
-        rehearse(target.model, expected)
+        rehearse(target.model, self._expected)
         self.engine = "packed" if self.prepared.fused or self.prepared.packed else "eager"
         self.reader = Reader(target.model)
         self.device = self.reader.device

@@ -1,6 +1,6 @@
 """How long a pass of the target takes by its width, for several engines in one run.
 
-    python benchmarks/forward.py [--engine "verifier.fuse=false"] [--engine ...] [--context 200] [words ...]
+    python benchmarks/forward.py [--engine "verifier=packed verifier.fuse=false"] [--engine ...] [words ...]
 
 `words` are of the command line, such as target.dtype=float32, and hold for all; each `--engine` adds words of its own.
 The first is the one that the others are compared with; without any, the plain modules, packed ones, packed and fused
@@ -27,7 +27,7 @@ from specpipe.draft import Draft
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 
-ENGINES = ("verifier=eager", "verifier.fuse=false verifier=packed", "verifier=packed", "verifier=compiled")
+ENGINES = ("verifier=eager", "verifier=packed verifier.fuse=false", "verifier=packed", "verifier=compiled")
 WIDTHS = (1, 2, 4, 6, 8, 9)
 WARM = 3  # passes of each engine and width that are not counted
 

@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    pipeline = load("verifier.prepack=false", "target.dtype=float32")
+    pipeline = load("verifier=eager", "target.dtype=float32")
     texts = jsonl(path=asked.prompts).texts
     prompts = [pipeline.text.encode(texts[i % len(texts)]) for i in range(asked.samples)]
     torch.manual_seed(asked.seed)

@@ -39,7 +39,7 @@ def main() -> int:
         f"generation.ignore_eos={asked.ignore_eos}",
     )
     pipelines = {words: load(*words.split(), *common) for words in asked.pipeline or ["proposer=ngram"]}
-    plain_model = load("verifier.prepack=false", f"target.dtype={asked.dtype}").verifier.target.model
+    plain_model = load("verifier=eager", f"target.dtype={asked.dtype}").verifier.target.model
     wrong = 0
     for number, text in enumerate(texts):
         prompt = next(iter(pipelines.values())).text.encode(text)

@@ -10,7 +10,7 @@ proposers, which live as long as the process; some groups are left in the middle
 - the process grows by more than GROWTH from the second fifth of the requests to the last, by the median of either.
 
 An error ends it with the group that it happened in. `words` are those of `decode`; without any they are
-`target=tiny target.dtype=float64`, for which drafts are made on the spot. The real one in half an hour, with its own
+`target=tiny target.dtype=float32`, for which drafts are made on the spot. The real one in half an hour, with its own
 drafts: `--requests 200 target=smollm2 target.dtype=float32`.
 """
 
@@ -45,7 +45,7 @@ from specpipe.stats import ratio
 from specpipe.verifier.quiet import quiet_transformers
 from specpipe.verifier.targets import Target, tiny
 
-TINY = ["target=tiny", "target.dtype=float64"]
+TINY = ["target=tiny", "target.dtype=float32"]  # compiled: texts are equal to the last bit
 GROWTH = 64_000_000  # bytes
 CACHED = 5000  # tokens that `suffix` keeps of earlier requests: so few that it is full early
 LEFT = 0.05  # share of groups that are left in the middle

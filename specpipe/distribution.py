@@ -7,18 +7,21 @@ of Hugging Face `generate`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specpipe.settings import GenerationSettings
 
 # Nucleus sampling looks at this many of the largest probabilities before it pays for a full sort.
 NUCLEUS_HEAD = 256
+SPAN = 256  # tokens whose mass is summed first in drawing
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,7 @@ def draw(law: Tensor, v: float) -> int:
     Raises:
         FloatingPointError: if the total mass is zero, infinite or not a number.
     """
-    cdf = law.cumsum(-1, dtype=torch.float64)
-    total = cdf[-1].item()
-    if not 0 < total < float("inf"):
-        raise FloatingPointError(f"a law with total mass {total} cannot be drawn from: NaN or overflow in the logits")
-    return int(torch.searchsorted(cdf, torch.tensor(v * total, dtype=torch.float64, device=law.device), right=True))
+    return _draw_on_host(law.detach().numpy(), v) if law.device.type == "cpu" else _draw_on_device(law, v)
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -182,6 +181,31 @@ def adjusted(logits: Tensor, settings: GenerationSettings, prefix: Prefix) -> Te
     if banned:
         scores[list(banned)] = -torch.inf
     return scores
+
+
+def _draw_on_host(weights: NDArray[np.floating], v: float) -> int:
+    """First the span that v falls into, then the token in it: a third of the time that all partial sums take."""
+    ends = np.add.reduceat(weights, np.arange(0, len(weights), SPAN), dtype=np.float64).cumsum()
+    mass = _share(v, float(ends[-1]))
+    span = int(ends.searchsorted(mass, side="right"))
+    inside = weights[span * SPAN : (span + 1) * SPAN]
+    before = float(ends[span - 1]) if span else 0.0
+    place = int(inside.cumsum(dtype=np.float64).searchsorted(mass - before, side="right"))
+    last = int(inside.nonzero()[0][-1])  # where two ways of summing round differently
+    return span * SPAN + min(place, last)
+
+
+def _draw_on_device(law: Tensor, v: float) -> int:
+    cdf = law.cumsum(-1, dtype=torch.float64)
+    mass = torch.tensor(_share(v, cdf[-1].item()), dtype=torch.float64, device=law.device)
+    return int(torch.searchsorted(cdf, mass, right=True))
+
+
+def _share(v: float, total: float) -> float:
+    """v of the total, always below it."""
+    if not 0 < total < math.inf:
+        raise FloatingPointError(f"a law with total mass {total} cannot be drawn from: NaN or overflow in the logits")
+    return min(v * total, math.nextafter(total, 0.0))
 
 
 def _computing_dtype(logits: Tensor) -> torch.dtype:

@@ -47,7 +47,7 @@ REFUSED = {
     "generation.temprature=0": ["generation.temprature:", "Did you mean 'generation.temperature'?"],
     "temperature=0": ["temperature:", "Did you mean 'generation.temperature'?"],
     "proposer=none proposer.max_ngram=3": ["proposer.max_ngram:", "proposer has none."],
-    "verifier.prepak=true": ["verifier.prepak:", "Did you mean 'verifier.prepack'?"],
+    "verifier=packed verifier.prepak=true": ["verifier.prepak:", "Did you mean 'verifier.prepack'?"],
     "hydra.foo=3": ["hydra.foo: no such key"],
     "hydra.job.chdr=true": ["hydra.job.chdr:", "Did you mean 'hydra.job.chdir'?"],
     "hydra/launcher=basik": ["hydra/launcher:", "Did you mean 'basic'?"],

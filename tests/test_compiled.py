@@ -3,9 +3,11 @@ it is, and says so once."""
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from specpipe.draft import Draft
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier import kernels
-from specpipe.verifier.compiled import CompiledModel, CompiledVerifier
+from specpipe.verifier.compiled import CompiledModel, CompiledVerifier, take_back
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.kernels import NoCompiler, PanelLinear
 from specpipe.verifier.support import difference
@@ -96,8 +98,11 @@ def test_a_token_has_the_same_logits_to_the_last_bit_whatever_shares_its_pass(ki
     verifier.score([stepped], Draft.of([[1, 2, 3]], verifier.device))
     threads = torch.get_num_threads()
     try:
+        for torch_threads in (2, 3, 5):
+            torch.set_num_threads(torch_threads)
+            assert torch.equal(verifier.score([text(ids[:1])], Draft.of([ids[1:]], verifier.device))[0], whole)
         for i, token in enumerate(ids[100:118]):
-            torch.set_num_threads(1 + i % 2)
+            torch.set_num_threads(1 + i % 3)
             stepped.commit([token], 0, [])
             verifier.roll_back([stepped])
             assert torch.equal(verifier.score([stepped], last)[0][0], whole[100 + i])
@@ -204,7 +209,18 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(why: str, monkey
     assert len(told) == 1
     assert "\n" not in str(told[0].message)
     assert not isinstance(verifier.reader.model, CompiledModel)
+    assert verifier.engine == ("eager" if why == "unknown kind" else "packed")
     assert rows_read(verifier)
+
+
+def test_auto_is_silent_about_kinds_but_not_about_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        verifier = CompiledVerifier(Target(small("GPT2"), ToyTokenizer(), "GPT2", None), warn=False)
+    assert rows_read(verifier)
+    monkeypatch.setattr("specpipe.verifier.compiled.program", no_compiler)
+    with pytest.warns(UserWarning, match="there is no C\\+\\+ compiler"):
+        CompiledVerifier(target_of(), warn=False)
 
 
 def no_compiler() -> Any:
@@ -219,7 +235,46 @@ def test_the_program_is_compiled_once_on_a_machine(monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         assert kernels.program.__wrapped__().run_layers
     assert calls == ["--version", "-O3", "--version"]
-    assert len(list((tmp_path / "compiled").glob("layers-*.so"))) == 1
+    assert len(list(tmp_path.glob("compiled*/layers-*.so"))) == 1
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that was compiled, in the folder that was made for it."""
+    folder = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECPIPE_CACHE", str(folder))
+        kernels.program.__wrapped__()
+    [file] = folder.glob("compiled*/layers-*.so")
+    return file
+
+
+def test_a_file_that_was_cut_short_is_made_anew(built: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = tmp_path / built.parent.name / built.name
+    place.parent.mkdir(mode=0o755)
+    place.write_bytes(b"")
+    place.chmod(0o755)
+    monkeypatch.setenv("SPECPIPE_CACHE", str(tmp_path))
+    assert kernels.program.__wrapped__().run_layers
+    assert place.read_bytes() == built.read_bytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners and rights are those of POSIX")
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_code_that_others_could_have_put_there_is_not_loaded(
+    what: str, built: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / built.parent.name / built.name
+    place.parent.mkdir(mode=0o755)
+    place.write_bytes(built.read_bytes())
+    place.chmod(0o755)
+    (place if what == "file" else place.parent).chmod(0o777)
+    monkeypatch.setenv("SPECPIPE_CACHE", str(tmp_path))
+    loaded = []
+    monkeypatch.setattr(kernels, "_compile", lambda compiler, file: loaded.append(file) or built)
+    assert kernels.program.__wrapped__().run_layers
+    assert len(loaded) == 1
+    assert (loaded[0] == place) == (what == "file")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +294,100 @@ def test_a_cache_that_takes_nothing_is_no_crash(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("SPECPIPE_CACHE", str(tmp_path / "file"))
     with pytest.raises(NoCompiler, match="file"):
         kernels.program.__wrapped__()
+
+
+def test_a_compiler_command_may_have_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "env c++ -O1")
+    [command] = kernels._compilers()
+    assert command[1:] == ["c++", "-O1"]
+
+
+def test_where_one_compiler_fails_the_next_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECPIPE_CACHE", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(kernels, "COMPILERS", ("false", "c++"))
+    assert kernels.program.__wrapped__().run_layers
+
+
+def test_a_target_can_be_prepared_more_than_once() -> None:
+    """By the same engine, and by another one; in bfloat16, where readings differ most."""
+    target = target_of(dtype="bfloat16")
+    rows = [rows_read(engine) for engine in (compiled(target), compiled(target), EagerVerifier(target))]
+    assert all(torch.equal(a, b) for a, b in zip(rows[0], rows[1], strict=True))
+    assert max(map(difference, rows[2], rows[0])) < CLOSE["bfloat16"]
+
+
+def test_a_model_that_is_taken_back_reads_as_it_did() -> None:
+    model = target_of(dtype="bfloat16").model
+    ids = torch.tensor([[5, 9, 3, 20]])
+    EagerVerifier(Target(model, ToyTokenizer(), "Llama", None), prepack=False)
+    before = model(input_ids=ids).logits
+    CompiledModel(model)
+    take_back(model)
+    assert not any(isinstance(each, PanelLinear) for each in model.modules())
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_many_texts_and_layers_in_several_calls_have_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = compiled(target_of())
+    texts = [[(7 * i + j) % 60 for i in range(9 + j)] for j in range(5)]
+    wanted = verifier.score([text(ids) for ids in texts], Draft.of([[1, 2]] * 5))
+    calls = []
+    run = verifier.reader.model._program.run_layers
+    monkeypatch.setattr("specpipe.verifier.compiled.TOGETHER", 30)
+    monkeypatch.setattr("specpipe.verifier.compiled.UNHEARD", 1)
+    program = SimpleNamespace(scratch_for=verifier.reader.model._program.scratch_for)
+    program.run_layers = lambda *given: calls.append(1) or run(*given)
+    monkeypatch.setattr(verifier.reader.model, "_program", program)
+    found = verifier.score([text(ids) for ids in texts], Draft.of([[1, 2]] * 5))
+    assert len(calls) == 3 * 2
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_layers_that_are_not_as_the_config_says_are_left_alone() -> None:
+    """The program would write past the end of what it is given."""
+    model = sharpened(small("Llama")).float()
+    for layer in model.model.layers:
+        layer.mlp.gate_proj, layer.mlp.up_proj = (torch.nn.Linear(32, 80, bias=False) for _ in range(2))
+        layer.mlp.down_proj = torch.nn.Linear(80, 32, bias=False)
+    with pytest.warns(UserWarning, match="not as its config says"):
+        verifier = CompiledVerifier(Target(model, ToyTokenizer(), "Llama", None))
+    assert rows_read(verifier)
+
+
+@pytest.mark.parametrize("where", ["o_proj", "lm_head"])
+def test_a_wrapped_linear_layer_is_not_read_past_its_wrapper(where: str) -> None:
+    """As adapters wrap one: `weight` is the base's, and what they add would be lost."""
+
+    class Wrapped(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 1.01
+
+    model = sharpened(small("Llama")).float()
+    holder = model if where == "lm_head" else model.model.layers[0].self_attn
+    linear = getattr(holder, where)
+    wrapped = Wrapped(linear.in_features, linear.out_features, bias=False)
+    wrapped.weight = linear.weight
+    setattr(holder, where, wrapped)
+    with pytest.warns(UserWarning, match="layers of the kind Wrapped"):
+        CompiledVerifier(Target(model, ToyTokenizer(), "Llama", None))
+
+
+def test_no_memory_for_the_panels_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def panels(linear: Any, wide: bool = False) -> Any:
+        made.append(linear)
+        if len(made) > 5:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return PanelLinear(linear.weight, None)
+
+    monkeypatch.setattr("specpipe.verifier.compiled._panels", panels)
+    target = target_of()
+    with pytest.warns(UserWarning, match="no memory"):
+        verifier = CompiledVerifier(target)
+    assert not any(isinstance(each, PanelLinear) for each in target.model.modules())
+    assert rows_read(verifier)
 
 
 def test_weights_are_in_memory_once() -> None:

@@ -1,12 +1,12 @@
 """Every proposer x every sampler x settings x one request or a ragged batch: exact law, identical ids.
 
-Every shipped class, on models of a few lines over three tokens. A new proposer is one more line of PROPOSERS.
+Every shipped class, on models of a few lines over three tokens, and a part of it on a compiled one. A new proposer is
+one more line of PROPOSERS.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from specpipe.audit.exact import largest_difference, target_law
 from specpipe.audit.tables import table
+from specpipe.chance import Chance
 from specpipe.config import build, compose
 from specpipe.draft import Draft
 from specpipe.pipeline import Pipeline
@@ -23,6 +24,7 @@ from specpipe.proposers.counts import Origin, fit, save, vocabulary_hash
 from specpipe.proposers.distilled import save_draft
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
+from specpipe.verifier.compiled import CompiledVerifier
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import Target
 from tests.stand_ins import TableModel, law, random_heads, saved_heads, sharpened, small
@@ -55,6 +57,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nucleus": {"temperature": 0.8, "top_p": 0.8},
     "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
 }
+# On a compiled target, whose laws are float32: each proposer with each sampler and all settings.
+COMPILED = [
+    (proposer, sampler, settings)
+    for proposer in PROPOSERS
+    for sampler, settings in zip((*SAMPLERS, "rejection"), SETTINGS, strict=True)
+]
 CASES = [(proposer, sampler, settings) for proposer in PROPOSERS for sampler in SAMPLERS for settings in SETTINGS]
 PROMPT, N = [1, 0, 1], 3
 RAGGED = [[1, 2, 0, 1], [2], [0, 1], [1, 1, 2, 2, 0, 1, 1]]
@@ -63,11 +71,15 @@ RAGGED = [[1, 2, 0, 1], [2], [0, 1], [1, 1, 2, 2, 0, 1, 1]]
 class Models:
     """A target of two layers and drafts, made once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, compiled: bool = False) -> None:
         rules = [table(3, seed=seed, zeros=0) for seed in (3, 4, 7, 8)]
-        self.target = Target(TableModel(rules[0], 3, 64, torch.float64, rules[1]), letters("abc"), "target", None)
-        self.verifier = EagerVerifier(self.target)
-        self.rule = lambda ids: rules[0](ids) + rules[1](ids)
+        model: Any = TableModel(rules[0], 3, 64, torch.float64, rules[1])
+        if compiled:
+            model = sharpened(small("Llama", vocab_size=3)).float()
+        self.target = Target(model, letters("abc"), "target", None)
+        self.verifier = CompiledVerifier(self.target) if compiled else EagerVerifier(self.target)
+        self.rule = self.read_alone if compiled else lambda ids: rules[0](ids) + rules[1](ids)
+        hidden = 32 if compiled else 3
         self.drafts = {
             "other": Target(TableModel(rules[2], 3, 64), letters("abc"), "other", None),
             "foreign": Target(TableModel(table(4, seed=8, zeros=0), 4, 64), letters("cab", "aa"), "foreign", None),
@@ -81,8 +93,13 @@ class Models:
         card = Card("distilled", "target", vocabulary_hash(self.target.tokenizer), hidden=32)
         save_draft(self.distilled, small_one, card, torch.tensor([0, 2]))
         self.mlp, self.medusa = (
-            saved_heads(folder / kind, random_heads(kind, 3), self.target, [0, 2]) for kind in ("mlp", "medusa")
+            saved_heads(folder / kind, random_heads(kind, hidden), self.target, [0, 2]) for kind in ("mlp", "medusa")
         )
+
+    def read_alone(self, ids: list[int]) -> torch.Tensor:
+        """[V] logits behind them, from a pass that nothing shares."""
+        text = Sequence(ids, GenerationSettings(max_new_tokens=1), chance=Chance(0))
+        return self.verifier.score([text], Draft.of([[]]))[0][0]
 
     def pipeline(self, proposer: Any, sampler: str, tokens: int, gamma: int = 2, **settings: Any) -> Pipeline:
         """`proposer`: words of the command line, or an object."""
@@ -118,11 +135,25 @@ def letters(order: str, *pairs: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    made = Models(tmp_path_factory.mktemp("models"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specpipe.proposers.draft.hf", lambda *, model, **asked: made.drafts[model])
-        yield made
+def read_by_table(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def read_by_program(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("compiled"), compiled=True)
+
+
+@pytest.fixture
+def models(read_by_table: Models, monkeypatch: pytest.MonkeyPatch) -> Models:
+    monkeypatch.setattr("specpipe.proposers.draft.hf", lambda *, model, **asked: read_by_table.drafts[model])
+    return read_by_table
+
+
+@pytest.fixture
+def compiled(read_by_program: Models, monkeypatch: pytest.MonkeyPatch) -> Models:
+    monkeypatch.setattr("specpipe.proposers.draft.hf", lambda *, model, **asked: read_by_program.drafts[model])
+    return read_by_program
 
 
 def error(models: Models, proposer: Any, sampler: str, settings: dict[str, Any]) -> float:
@@ -141,6 +172,17 @@ def test_requests_of_a_ragged_batch_have_the_ids_they_have_alone(
     models: Models, proposer: str, sampler: str, settings: str
 ) -> None:
     """C33, C37: other lengths of prompts, drafts and answers beside them; the seed included."""
+    same_alone(models, proposer, sampler, settings)
+
+
+@pytest.mark.parametrize(("proposer", "sampler", "settings"), COMPILED)
+def test_so_it_is_on_a_compiled_target(compiled: Models, proposer: str, sampler: str, settings: str) -> None:
+    assert compiled.verifier.engine == "compiled"
+    assert error(compiled, PROPOSERS[proposer], sampler, SETTINGS[settings]) <= 1e-5
+    same_alone(compiled, proposer, sampler, settings)
+
+
+def same_alone(models: Models, proposer: str, sampler: str, settings: str) -> None:
     alone, together = (
         models.pipeline(PROPOSERS[proposer], sampler, 14, 3, stop_token_ids=[2], min_new_tokens=5, **SETTINGS[settings])
         for _ in range(2)

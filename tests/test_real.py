@@ -14,6 +14,7 @@ import torch
 from specpipe import cli, load
 from specpipe.proposers.none import NoProposer
 from specpipe.verifier.smollm2 import DIRECTORY, cache_root
+from specpipe.verifier.targets import smollm2
 
 pytestmark = [
     pytest.mark.real,
@@ -41,10 +42,9 @@ def test_it_is_a_chat_model_that_answers(float32: Any) -> None:
 
 def test_float32_text_is_that_of_transformers_generate(float32: Any) -> None:
     """Same ids, no tolerance; the full measurement is benchmarks/identity.py."""
-    target = float32.verifier.target
     ids = torch.tensor([float32.text.encode(PROMPT)])
     with torch.inference_mode():
-        plain = target.model.generate(
+        plain = smollm2(dtype="float32").model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=None
         )
     done = float32.generate(PROMPT)[0]
@@ -54,12 +54,19 @@ def test_float32_text_is_that_of_transformers_generate(float32: Any) -> None:
 
 def test_bf16_parts_from_plain_decoding_only_at_near_ties() -> None:
     """C36: at the first difference the two best logits are at most 4 bf16 steps apart."""
-    pipeline = load("proposer=ngram", "generation.max_new_tokens=40", "generation.ignore_eos=true")
+    pipeline = load("proposer=ngram", "verifier=packed", "generation.max_new_tokens=40", "generation.ignore_eos=true")
     drafted = pipeline.generate(PROMPT)[0].token_ids
     pipeline.proposer = NoProposer()
     plain = pipeline.generate(PROMPT)[0].token_ids
     gap, allowed = gap_at_first_difference(pipeline, PROMPT, plain, drafted)
     assert gap <= allowed
+
+
+def test_compiled_bf16_text_is_plain_text() -> None:
+    pipeline = load("proposer=ngram", "verifier=compiled", "generation.max_new_tokens=40", "generation.ignore_eos=true")
+    drafted = pipeline.generate(PROMPT)[0].token_ids
+    pipeline.proposer = NoProposer()
+    assert pipeline.generate(PROMPT)[0].token_ids == drafted
 
 
 def gap_at_first_difference(pipeline: Any, prompt: str, plain: list[int], other: list[int]) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from specpipe.chance import Chance
 from specpipe.draft import Draft
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
+from specpipe.verifier.support import in_own_type
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Answer:
 
 
 def logits_of(verifier: Any, answers: Items[Answer], width: int) -> Iterator[list[Tensor]]:
-    """Target logits in front of every output token, read `width` tokens a pass, all answers together.
+    """Target logits, in its own type, in front of every output token, `width` tokens a pass, all answers together.
 
     Yields:
         One list per pass: for each answer [n, V] rows, n <= width, for the next n of its output tokens.
@@ -40,6 +41,7 @@ def logits_of(verifier: Any, answers: Items[Answer], width: int) -> Iterator[lis
         reading = [b for b, chunk in enumerate(chunks) if chunk]
         draft = Draft.of([chunks[b][:-1] for b in reading], verifier.device)
         rows = verifier.score([sequences[b] for b in reading], draft)
+        rows = [in_own_type(getattr(verifier.target, "model", None), each) for each in rows]
         empty = rows[0].new_zeros(0, rows[0].shape[-1])
         yield [rows[reading.index(b)] if chunk else empty for b, chunk in enumerate(chunks)]
         for b in reading:

@@ -52,6 +52,9 @@ def run(config: DictConfig) -> int:
     bench = Bench(config, grid, base, asked, _peers(config, grid, base, asked), record)
     figures = Figures(grid, bench, record)
     constant = head("bench", base, settled, choices) | {"prompts": _said_of(asked, config)}
+    if config.resume is not None and constant["verifier"] != choices.get("verifier"):
+        what = f"{config.resume!r} ran {choices.get('verifier')}, and here the target runs {constant['verifier']}"
+        raise UserError(f"{what}: their times do not belong together.", key="resume")
     out = RunFolder(folder, constant, figures.summary)
     record.keep(out.folder / FILE)
     tracker.start("bench", settled, out.folder)

@@ -81,7 +81,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def mixed(runs: Sequence[Run]) -> list[str]:
-    """In what the runs differ that a comparison needs to be the same: `targets`, `prompts`, `machines`."""
+    """In what the runs differ that a comparison needs to be the same: `targets`, `prompts`, `machines`, `engines`."""
     return [what for what, (of, _) in NEEDED.items() if len(_grouped(runs, of)) > 1]
 
 
@@ -144,6 +144,7 @@ def _about(run: Run) -> dict[str, Any]:
         "command": result["command"],
         "time": provenance.get("time"),
         "target": result.get("target"),
+        "engine": result.get("verifier"),
         "proposer": result.get("proposer") or ", ".join(proposers) or None,
         "prompts": _count(result),
         "git": provenance.get("git"),
@@ -248,6 +249,7 @@ NEEDED: Mapping[str, tuple[Callable[[Run], str | None], str]] = {
     "targets": (_target, "nothing here compares across them"),
     "prompts": (_prompts, "acceptance and speed depend on them"),
     "machines": (_machine, "compare acceptance, not speed"),
+    "engines": (lambda run: run["result"].get("verifier"), "compare acceptance, not speed"),
 }
 
 

@@ -20,7 +20,7 @@ from specpipe.verifier.targets import Target
 REMEDY = "`python -m train student=mlp target=...` trains some"
 
 
-class BoundHeads(Protocol):
+class DraftingHeads(Protocol):
     """What drafts, `heads` tokens at most."""
 
     heads: int
@@ -28,10 +28,6 @@ class BoundHeads(Protocol):
     @property
     def ids(self) -> Tensor | None:
         """[D] int64, the target's id of each logit; None: they are those of all its ids."""
-        ...
-
-    def bind(self, target: Target) -> None:
-        """Get ready for a target. Raises UserError if the heads do not fit it."""
         ...
 
     def step(self, i: int, carry: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,6 +42,14 @@ class BoundHeads(Protocol):
 
     def logits(self, i: int, features: Tensor) -> Tensor:
         """[R, D] of head i, whose features [R, .] these are."""
+        ...
+
+
+class BoundHeads(DraftingHeads, Protocol):
+    """Heads that draft once they are bound to a target."""
+
+    def bind(self, target: Target) -> None:
+        """Get ready for a target. Raises UserError if the heads do not fit it."""
         ...
 
 

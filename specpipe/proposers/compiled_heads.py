@@ -12,11 +12,10 @@ from specpipe.proposers.bound_heads import TrainedHeads
 from specpipe.proposers.heads import EPSILON, MlpHeads
 from specpipe.verifier.kernels import Heads, PanelLinear, program
 from specpipe.verifier.linear import plain_weight
-from specpipe.verifier.targets import Target
 
 
 class CompiledHeads:
-    """Stands for heads of the kind `mlp` that are bound to a target on a CPU; see `BoundHeads`.
+    """Stands for heads of the kind `mlp` that are bound to a target on a CPU; see `DraftingHeads`.
 
     Args:
         heads: for which `fits` holds.
@@ -26,15 +25,7 @@ class CompiledHeads:
     """
 
     def __init__(self, heads: TrainedHeads) -> None:
-        self._plain, self._program = heads, program()
-        self._prepare()
-
-    def bind(self, target: Target) -> None:
-        self._plain.bind(target)
-        self._prepare()
-
-    def _prepare(self) -> None:
-        heads, module = self._plain, self._plain.module
+        self._program, module = program(), heads.module
         assert isinstance(module, MlpHeads)
         self.heads, self.ids, self._embedding = heads.heads, heads.ids, heads.embedding
         later = module.proj_1 if heads.heads > 1 else module.proj_0
@@ -58,7 +49,7 @@ class CompiledHeads:
 
     def step(self, i: int, carry: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The next carry, and for features the logits [R, D] themselves."""
-        carry = carry.float().clone()
+        carry = carry.float().clone(memory_format=torch.contiguous_format)
         embedded = self._embedding[tokens].float()
         logits = torch.empty(len(tokens), len(self.ids))
         addresses = (c_void_p(each.data_ptr()) for each in (carry, embedded, logits))

@@ -19,7 +19,7 @@ from torch import Tensor
 from specpipe.draft import Draft
 from specpipe.errors import UserError
 from specpipe.paths import from_start
-from specpipe.proposers.bound_heads import REMEDY, BoundHeads, heads_in
+from specpipe.proposers.bound_heads import REMEDY, DraftingHeads, heads_in
 from specpipe.proposers.compiled_heads import CompiledHeads
 from specpipe.proposers.drawing import Drawing, Row, Vocabulary, joined
 from specpipe.proposers.translation import Mirror
@@ -61,7 +61,8 @@ class HeadsProposer:
         self._drawing = Drawing(draw, min_confidence, copy_bias)
         if not self.path.is_dir():
             raise UserError(f"there are no trained heads {str(self.path)!r}; {REMEDY}.", key="path")
-        self.heads: BoundHeads = heads_in(self.path)
+        self._loaded = heads_in(self.path)
+        self.heads: DraftingHeads = self._loaded
 
     def bind(self, target: Target) -> None:
         """Get the heads ready for a target.
@@ -69,7 +70,8 @@ class HeadsProposer:
         Raises:
             UserError: if they are for another vocabulary or another size of states.
         """
-        self.heads.bind(target)
+        self._loaded.bind(target)
+        self.heads = self._loaded
         self._size = target.vocabulary
         self._words = Vocabulary(self._size, self.heads.ids)
         self._states: Callable[[list[Sequence]], list[Tensor | None]] = _OwnStates(target.model)
@@ -79,8 +81,8 @@ class HeadsProposer:
         reader = getattr(verifier, "reader", None)
         if isinstance(reader, Reader):
             self._states = lambda sequences: [reader.state(sequence) for sequence in sequences]
-            if getattr(verifier, "engine", None) == "compiled" and CompiledHeads.fits(self.heads):
-                self.heads = CompiledHeads(self.heads)
+            if getattr(verifier, "engine", None) == "compiled" and CompiledHeads.fits(self._loaded):
+                self.heads = CompiledHeads(self._loaded)
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> Draft:
         return self.extend(sequences, [[] for _ in sequences], lengths)

@@ -149,7 +149,7 @@ def _lead(rows: Sequence[Row], mixed: Sequence[str]) -> str:
     if rows and {"targets", "prompts"} & set(mixed):
         return f"There is no best of these: the runs have different {' and '.join(mixed)}."
     for name in LEVELS:
-        if name == "tokens_per_s" and "machines" in mixed:
+        if name == "tokens_per_s" and {"machines", "engines"} & set(mixed):
             continue
         known = [row for row in rows if mean(row[name]) is not None and row["proposer"] != PLAIN]
         if known:
@@ -166,7 +166,7 @@ def _said(figure: Any) -> str:
 
 def _runs(runs: Sequence[Mapping[str, Any]]) -> Markup:
     above = _above(runs)
-    head = ["run", "command", "folder", "time", "target", "proposer", "prompts", "git revision", "specpipe"]
+    head = ["run", "command", "folder", "time", "target", "engine", "proposer", "prompts", "git revision", "specpipe"]
     return table(
         head,
         [
@@ -176,6 +176,7 @@ def _runs(runs: Sequence[Mapping[str, Any]]) -> Markup:
                 os.path.relpath(each["folder"], above),
                 each["time"],
                 _target(each["target"] or {}),
+                each["engine"],
                 each["proposer"],
                 each["prompts"],
                 each["git"] and _revision(each["git"]),

@@ -51,12 +51,12 @@ class RowCache(Cache):
         self.positions = positions
         return positions
 
-    def room(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer all keys and values [R, H, C, D], with room for the forward that was announced.
+    def room(self, like: Tensor, layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Of each of the `layers` all keys and values [R, H, C, D], with room for the forward that was announced.
 
         For whoever writes them himself, at `positions` of `rows`; like: [.., H, .., D], of their type.
         """
-        return [layer.room(like, like) for layer in self._row_layers]
+        return [self._row_layers[layer].room(like, like) for layer in layers]
 
     def mask(self, positions: Tensor, window: int | None = None) -> Tensor:
         """[rows, 1, W, L] bool: a token sees the entries at its own position and before, of its own row only.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specpipe.chance import Chance
 from specpipe.draft import Draft
-from specpipe.errors import UserError, flag, one_line
+from specpipe.errors import UserError, flag, one_line, ran_out_of_memory
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier import kernels
@@ -28,7 +28,6 @@ from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.fused import FusedLayer
 from specpipe.verifier.kernels import PanelLinear, program
 from specpipe.verifier.linear import plain_bias, plain_weight
-from specpipe.verifier.prepared import prepare
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.support import rehearse
 from specpipe.verifier.targets import Target
@@ -37,6 +36,8 @@ from specpipe.verifier.windows import SLIDING, layer_kinds, window
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of a layer
 TYPES = (torch.bfloat16, torch.float32)
 LANES = 8  # numbers of a vector: sizes are multiples
+TOGETHER = 2048  # tokens of one call: what it needs beside the weights grows with them
+UNHEARD = 10**10  # multiply-adds of one call, in which no Ctrl-C is heard: a fraction of a second
 TOKENS = 11  # of the text by which it is seen that a token's numbers are its own
 
 
@@ -47,7 +48,7 @@ class CompiledVerifier(EagerVerifier):
 
     Args:
         target: the model whose law is kept.
-        warn: say so, once, if it cannot be compiled.
+        warn: say so, once, if there is no program for such a target; that there is no compiler is said in any case.
 
     Raises:
         UserError: if the target's layers cannot be rolled back.
@@ -55,29 +56,38 @@ class CompiledVerifier(EagerVerifier):
 
     def __init__(self, target: Target, *, warn: bool = True) -> None:
         super().__init__(target, prepack=False)
-        reason = unfit(target.model) or self._compile()
+        unknown = unfit(target.model)
+        reason = unknown or self._compile()
         if reason is None:
             self.engine = "compiled"
             return
-        self.prepared = prepare(target.model)
-        self.engine = "packed"
-        if flag("warn", warn):
-            warnings.warn(f"verifier=compiled runs {target.name} uncompiled: {reason}", stacklevel=2)
+        self._prepare()
+        if flag("warn", warn) or unknown is None:
+            warnings.warn(f"{target.name} is not compiled, which would be faster: {reason}", stacklevel=2)
 
     def _compile(self) -> str | None:
-        """Let the reader run the program, or say why it does not."""
+        """Let the reader run the program, or say why it does not, with the model as it was."""
         try:
             compiled = CompiledModel(self.target.model)
-            rehearse(compiled, self._expected)
+            reason = self._wrong(compiled)
         except kernels.NoCompiler as error:
-            return one_line(error)
+            reason = one_line(error)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            reason = "there is no memory for it"
+        if reason is None:
+            self.reader = Reader(compiled)
+        else:
+            take_back(self.target.model)
+        return reason
+
+    def _wrong(self, compiled: CompiledModel) -> str | None:
+        try:
+            rehearse(compiled, self._expected)
         except UserError as error:
             return error.message
-        if not _same_bits(compiled):
-            return "on this machine its numbers depend on what shares a pass"
-        compiled.adopt()
-        self.reader = Reader(compiled)
-        return None
+        return None if _same_bits(compiled) else "on this machine its numbers depend on what shares a pass"
 
 
 def unfit(model: Any) -> str | None:
@@ -92,23 +102,50 @@ def unfit(model: Any) -> str | None:
     if any(type(layer.act_fn).__name__ not in ("SiLU", "SiLUActivation") for layer in layers):
         return f"its activation is {type(layers[0].act_fn).__name__}"
     linears = [getattr(layer, name) for layer in layers for name in LINEARS]
-    if not all(hasattr(each, "weight") or hasattr(each, "unpacked") for each in linears):
-        return "its weights are in 8 bits"
+    other = [each for each in (*linears, model.lm_head) if not (type(each) is nn.Linear or hasattr(each, "unpacked"))]
+    if other:
+        return f"it has layers of the kind {type(other[0]).__name__}"
     sizes = (model.config.hidden_size, model.config.intermediate_size, layers[0].head_dim)
-    return None if not any(size % LANES for size in sizes) else f"its sizes {sizes} are no multiples of {LANES}"
+    if any(size % LANES for size in sizes):
+        return f"its sizes {sizes} are no multiples of {LANES}"
+    return None if all(_as_described(layer, layers[0]) for layer in layers) else "its layers are not as its config says"
+
+
+def _as_described(layer: FusedLayer, first: FusedLayer) -> bool:
+    """Whether a layer's sizes are those of the config, and of all layers: the program takes their word for it."""
+    config = layer.config
+    hidden, inner, size = config.hidden_size, config.intermediate_size, first.head_dim
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    sizes = [(hidden, (heads + 2 * shared) * size), (heads * size, hidden), (hidden, 2 * inner), (inner, hidden)]
+    linears = [getattr(layer, name) for name in LINEARS]
+    alike = (layer.head_dim, layer.scaling, layer.num_key_value_groups) == (size, first.scaling, heads // shared)
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    return (
+        alike
+        and [(each.in_features, each.out_features) for each in linears] == sizes
+        and all(norm.weight.shape == (hidden,) for norm in norms)
+    )
 
 
 def compiled_like(verifier: Any, model: Any) -> Any:
     """What drafts for a compiled target, compiled too if there is a program for it; else the model itself."""
     if getattr(verifier, "engine", None) != "compiled" or unfit(model) is not None:
         return model
-    compiled = CompiledModel(model)
-    compiled.adopt()
-    return compiled
+    return CompiledModel(model)
+
+
+def take_back(model: Any) -> None:
+    """Give a model's layers and head, in place, what they had before a `CompiledModel` was made of it."""
+    for layer in model.model.layers:
+        for name in LINEARS:
+            setattr(layer, name, _plain(getattr(layer, name)))
+    model.lm_head = _plain(model.lm_head)
 
 
 class CompiledModel:
-    """Stands for a fused model where a `Reader` calls it. The model stays as it is until `adopt`.
+    """Stands for a fused model where a `Reader` calls it.
+
+    The model's own modules use the same weights from then on, so that they are in memory once; see `take_back`.
 
     Args:
         model: for which `unfit` has no reason.
@@ -117,23 +154,21 @@ class CompiledModel:
         NoCompiler: see `kernels.program`.
     """
 
+    takes_masks = False  # what a token sees follows from its place in the cache
+
     def __init__(self, model: Any) -> None:
         self._program = program()
         self.model, self.config = model, model.config
         self._layers: list[FusedLayer] = list(model.model.layers)
-        self._linears = [[_panels(getattr(layer, name)) for name in LINEARS] for layer in self._layers]
-        self._head = _panels(model.lm_head, wide=True)
+        for layer in self._layers:
+            for name in LINEARS:  # one by one: twice the weights would not fit everywhere
+                setattr(layer, name, _panels(getattr(layer, name)))
+        self._linears = [[getattr(layer, name) for name in LINEARS] for layer in self._layers]
+        self._head = model.lm_head = _panels(model.lm_head, wide=True)
         norms = [norm for layer in self._layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
         self._norms = [norm.weight.detach().float().contiguous() for norm in (*norms, model.model.norm)]
         self._rounds = model.dtype == torch.bfloat16
         self._struct = self._described()
-
-    def adopt(self) -> None:
-        """Have the model's own modules use the same weights, so that they are in memory once."""
-        for layer, linears in zip(self._layers, self._linears, strict=True):
-            for name, linear in zip(LINEARS, linears, strict=True):
-                setattr(layer, name, linear)
-        self.model.lm_head = self._head
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.model.parameters())
@@ -144,15 +179,17 @@ class CompiledModel:
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Any,
         position_ids: Tensor,
         cache: RowCache,
         logits_to_keep: int | Tensor = 0,
         **others: Any,
     ) -> Any:
-        """An object with `logits` [B, kept columns, V], the model's own in float32.
+        """An object with `logits`, [B, kept columns, V], the model's own in float32.
 
-        `attention_mask` is not looked at: what a token sees follows from its place in the `cache`.
+        Args:
+            input_ids: [B, W] of the rows that were announced to the cache; position_ids: [B or 1, W].
+            logits_to_keep: how many last columns have logits, 0 for all, or which, [n].
+            others: what a model of `transformers` is told besides; it has no meaning here.
         """
         body = self.model.model
         embedded = body.embed_tokens(input_ids)
@@ -167,25 +204,42 @@ class CompiledModel:
     def _run(self, states: Tensor, cos: Tensor, sin: Tensor, cache: RowCache) -> None:
         """Through all layers, in place. states: [B, W, H] float32; cos, sin: [B or 1, W, 1, D] as `FusedAngles`."""
         texts, width, _ = states.shape
-        angles = [angle.expand(texts, -1, -1, -1).float().contiguous() for angle in (cos, sin)]
         first = self._layers[0]
         like = states.new_empty(0, self._struct.shared, 0, first.head_dim, dtype=self.model.dtype)
-        room = cache.room(like)
-        held = [room[layer.layer_idx] for layer in self._layers]
+        held = cache.room(like, [layer.layer_idx for layer in self._layers])
         reach = window(self.config) or 0
         windows = [reach if kind == SLIDING else 0 for kind in layer_kinds(self.config)]
-        positions = cache.positions.contiguous()
         keys, values = map(kernels.pointers, zip(*held, strict=True))
-        arrays = [(c_int32 * texts)(*cache.rows), keys, values, (c_int32 * len(windows))(*windows)]
-        asked = kernels.Pass(
-            *(each.data_ptr() for each in (states, *angles, positions)),
-            *(cast(array, c_void_p) for array in arrays),
-            held[0][0].shape[2],
-            texts,
-            width,
-            torch.get_num_threads(),
+        capacity = held[0][0].shape[2]
+        threads, rows = torch.get_num_threads(), max(1, TOGETHER // width)
+        angles = [angle.expand(texts, -1, -1, -1).float() for angle in (cos, sin)]
+        scratch = torch.empty(
+            self._program.scratch_for(byref(self._struct), capacity, min(rows, texts) * width, threads)
         )
-        self._program.run_layers(byref(self._struct), byref(asked))
+        for start in range(0, texts, rows):  # a part of the texts at a time, all of them if it is not much
+            part = slice(start, start + rows)
+            given = [each[part].contiguous() for each in (states, *angles, cache.positions)]
+            seats = cache.rows[part]
+            arrays = [(c_int32 * len(seats))(*seats), keys, values, (c_int32 * len(windows))(*windows)]
+            asked = kernels.Pass(
+                *(each.data_ptr() for each in given),
+                *(cast(array, c_void_p) for array in arrays),
+                scratch.data_ptr(),
+                capacity,
+                len(seats),
+                width,
+                threads,
+            )
+            self._through(asked, len(seats) * width)
+
+    def _through(self, asked: kernels.Pass, tokens: int) -> None:
+        """In one call, or where that would take long in several, between which Ctrl-C is heard."""
+        each = tokens * sum(linear.in_features * linear.out_features for linear in self._linears[0])
+        count = len(self._layers)
+        step = max(1, min(count, UNHEARD // each))
+        for asked.begin in range(0, count, step):
+            asked.end = min(asked.begin + step, count)
+            self._program.run_layers(byref(self._struct), byref(asked))
 
     def _described(self) -> kernels.Model:
         """What the program is told of the model; holds addresses of tensors that `self` keeps."""
@@ -222,6 +276,19 @@ def _same_bits(compiled: CompiledModel) -> bool:
             return False
         stepped.commit([token], 0, [])
     return True
+
+
+def _plain(linear: Any) -> Any:
+    """As a module of torch, if it was made a `PanelLinear`."""
+    if not isinstance(linear, PanelLinear):
+        return linear
+    weight, bias = linear.unpacked()
+    with torch.device("meta"):
+        made = nn.Linear(linear.in_features, linear.out_features, bias=bias is not None)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
+    return made
 
 
 def _panels(linear: Any, wide: bool = False) -> PanelLinear:

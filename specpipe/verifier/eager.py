@@ -1,4 +1,4 @@
-"""The verifier that runs the target's own `transformers` modules, op by op."""
+"""The verifier in Python: the target's modules as they were loaded (`eager`), or packed and fused (`packed`)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ class EagerVerifier:
         refuse_unsupported(target.model)
         self._expected = plain_logits(target.model)
         self.target = target
-        self.prepared = prepare(target.model, fuse=flag("fuse", fuse), prepack=flag("prepack", prepack))
-        rehearse(target.model, self._expected)
-        self.engine = "packed" if self.prepared.fused or self.prepared.packed else "eager"
-        self.reader = Reader(target.model)
+        self._prepare(fuse=flag("fuse", fuse), prepack=flag("prepack", prepack))
         self.device = self.reader.device
+
+    def _prepare(self, *, fuse: bool = True, prepack: bool = True) -> None:
+        self.prepared = prepare(self.target.model, fuse=fuse, prepack=prepack)
+        rehearse(self.target.model, self._expected)
+        self.engine = "packed" if self.prepared.fused or self.prepared.packed else "eager"
+        self.reader = Reader(self.target.model)
 
     def score(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
         """Row b: logits [k_b + 1, V] at the places of its k_b drafts and behind them."""

@@ -5,10 +5,12 @@ Knows memory, not models: see `compiled.py` for what is handed over.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from specpipe.errors import one_line
 from specpipe.verifier.smollm2 import cache_root
 
 SOURCE = Path(__file__).with_name("layers.cpp")
-COMPILERS = ("c++", "g++", "clang++")  # looked for behind the one that CXX names
+COMPILERS = ("c++", "g++", "clang++")  # tried in turn where CXX names none
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 PANEL = 16  # outputs that stand together
 
@@ -81,8 +83,9 @@ class Heads(Structure):
 class Pass(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("states", "cos", "sin", "positions", "seats", "keys", "values", "windows")),
+        ("scratch", c_void_p),
         ("capacity", c_int64),
-        *((name, c_int32) for name in ("texts", "width", "threads")),
+        *((name, c_int32) for name in ("texts", "width", "threads", "begin", "end")),
     )
 
 
@@ -93,42 +96,67 @@ def program() -> ctypes.CDLL:
     Raises:
         NoCompiler: if there is none, or it fails.
     """
-    compiler = _compiler()
-    parts = [SOURCE.read_bytes(), repr((FLAGS, _version(compiler), platform.platform(), _cpu())).encode()]
-    file = cache_root() / "compiled" / f"layers-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
-    try:
-        if not file.is_file():
-            _compile(compiler, file)
-        return ctypes.CDLL(str(file))
-    except OSError as error:  # a cache that takes nothing, a file that is not for this machine
-        raise NoCompiler(one_line(error)) from error
+    reasons: list[NoCompiler] = []
+    for compiler in _compilers():
+        try:
+            loaded = _loaded(compiler)
+        except NoCompiler as reason:
+            reasons.append(reason)
+        except OSError as error:  # a cache that takes nothing, a file that is not for this machine
+            reasons.append(NoCompiler(one_line(error)))
+        else:
+            loaded.scratch_for.restype = c_int64
+            return loaded
+    raise reasons[0] if reasons else NoCompiler("there is no C++ compiler")
 
 
-def _compile(compiler: str, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
+def _loaded(compiler: list[str]) -> ctypes.CDLL:
+    parts = [SOURCE.read_bytes(), repr((FLAGS, _run([*compiler, "--version"]), platform.platform(), _cpu())).encode()]
+    name = f"layers-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
+    folder = cache_root() / (f"compiled-{os.getuid()}" if hasattr(os, "getuid") else "compiled")
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if not _own(folder):
+        with tempfile.TemporaryDirectory() as folder_of_ours:
+            return ctypes.CDLL(str(_compile(compiler, Path(folder_of_ours) / name)))
+    file = folder / name
+    with contextlib.suppress(OSError):  # a file that was cut short is made anew
+        if file.is_file() and _own(file):
+            return ctypes.CDLL(str(file))
+    return ctypes.CDLL(str(_compile(compiler, file)))
+
+
+def _own(place: Path) -> bool:
+    """Whether nobody else can have put code there: what is loaded runs."""
+    if not hasattr(os, "geteuid"):
+        return True
+    found = place.stat()
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
+
+
+def _compile(compiler: list[str], file: Path) -> Path:
+    """The file, which is there whole or not at all."""
     if sys.stderr.isatty():
         print("specpipe: compiling, once on this machine ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as made:
         part = Path(made) / file.name
-        _run([compiler, *FLAGS, str(SOURCE), "-o", str(part)])
+        _run([*compiler, *FLAGS, str(SOURCE), "-o", str(part)])
+        part.chmod(0o755)
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
         os.replace(part, file)
+    return file
 
 
-def _compiler() -> str:
-    named = os.environ.get("CXX")
-    found = next((path for name in ((named,) if named else COMPILERS) if (path := shutil.which(name))), None)
-    if found is None:
-        raise NoCompiler("there is no C++ compiler")
-    return found
-
-
-def _version(compiler: str) -> str:
-    return _run([compiler, "--version"])
+def _compilers() -> list[list[str]]:
+    """Their commands: the one that CXX names, or those that there are."""
+    if named := shlex.split(os.environ.get("CXX", "")):
+        return [[path, *named[1:]]] if (path := shutil.which(named[0])) else []
+    return [[path] for path in map(shutil.which, COMPILERS) if path]
 
 
 def _run(words: list[str]) -> str:
     try:
-        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(words, check=True, capture_output=True, text=True, errors="replace").stdout
     except subprocess.CalledProcessError as error:
         raise NoCompiler(f"{Path(words[0]).name} failed: {one_line(error.stderr)}") from error
     except OSError as error:

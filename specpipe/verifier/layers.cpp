@@ -16,6 +16,7 @@
 
 #include <omp.h>
 #include <sched.h>
+#include <time.h>
 
 typedef float Eight __attribute__((vector_size(32)));
 typedef int32_t Whole __attribute__((vector_size(32)));
@@ -59,8 +60,10 @@ struct Pass {
     const int32_t *seats;         // [texts], rows of the cache
     void *const *keys, *const *values;  // of each layer [.., shared, capacity, size]
     const int32_t *windows;       // of each layer: positions that it sees, 0 for all
+    float *scratch;               // as many numbers as `scratch_for` says
     int64_t capacity;
     int32_t texts, width, threads;
+    int32_t begin, end;           // layers to run; behind the last of all comes the last norm
 };
 
 namespace {
@@ -72,8 +75,8 @@ const int SPAN = 64;      // keys that stay in the cache of a core
 
 // Threads of one call, which take their shares of what there is to do and wait for each other.
 //
-// Who waits looks for a while and then lets others run: beside other work on the machine a thread may have been put
-// aside, and looking on would keep it from coming back.
+// Who waits looks for a while, then lets others run, then sleeps in between: beside other work on the machine a thread may
+// have been put aside, and looking on would keep it from coming back.
 class Team {
   public:
     void wait() {
@@ -84,7 +87,10 @@ class Team {
             return;
         }
         for (int looks = 0; round.load(std::memory_order_acquire) == now; looks++) {
-            if (looks > LOOKS) sched_yield();
+            if (looks > LOOKS + YIELDS) {
+                const timespec pause = {0, 20000};
+                nanosleep(&pause, nullptr);
+            } else if (looks > LOOKS) sched_yield();
 #if defined(__x86_64__)
             else __builtin_ia32_pause();
 #endif
@@ -101,7 +107,8 @@ class Team {
     }
 
   private:
-    static const int LOOKS = 4000;  // some 0.05 ms
+    static const int LOOKS = 4000;   // some 0.05 ms
+    static const int YIELDS = 4000;  // some ms
     std::atomic<int> arrived{0}, round{0};
 };
 
@@ -312,7 +319,7 @@ inline const float *wide(const uint16_t *entries, int64_t count, float *room) {
 // What some queries of one group of heads see of one text. Query q is of token q / times and head group * times + q % times.
 template <class C>
 void attend(const Model &model, const Pass &pass, const C *keys, const C *values, int window, const float *qkv,
-            int text, int group, int begin, int end, float *seen, std::vector<float> &room) {
+            int text, int group, int begin, int end, float *seen, float *room) {
     const int size = model.size, times = model.heads / model.shared, row = (model.heads + 2 * model.shared) * size;
     const int count = end - begin;
     int64_t first = INT64_MAX, last = 0;
@@ -325,8 +332,8 @@ void attend(const Model &model, const Pass &pass, const C *keys, const C *values
         if (position + 1 > last) last = position + 1;
     }
     const int64_t length = (last - first + 7) / 8 * 8;
-    room.assign(count * (length + size) + SPAN * size, 0.0f);
-    float *scores = room.data(), *sums = scores + count * length, *copies = sums + count * size;
+    float *scores = room, *sums = scores + count * length, *copies = sums + count * size;
+    std::memset(sums, 0, count * size * sizeof(float));
     for (int64_t block = first; block < last; block += SPAN) {
         const int64_t stop = block + SPAN < last ? block + SPAN : last;
         const float *here = wide(keys + block * size, (stop - block) * size, copies);
@@ -429,6 +436,18 @@ extern "C" void run_head(const Heads *given, int32_t later, float *carry, const 
     }
 }
 
+// What each thread has for itself: scores and sums of its queries, keys or values that are widened.
+static int64_t room_for(const Model &model, int64_t capacity) {
+    return QUERIES * (capacity + 8 + model.size) + SPAN * model.size;
+}
+
+extern "C" int64_t scratch_for(const Model *given, int64_t capacity, int32_t tokens, int32_t threads) {
+    const Model &model = *given;
+    const int64_t all = model.heads + 2 * model.shared;
+    return tokens * (model.hidden + (all + model.heads) * model.size + 3 * (int64_t)model.inner) +
+           threads * room_for(model, capacity);
+}
+
 extern "C" void run_layers(const Model *given, const Pass *asked) {
     const Model &model = *given;
     const Pass &pass = *asked;
@@ -438,29 +457,28 @@ extern "C" void run_layers(const Model *given, const Pass *asked) {
     const int even = (queries * units + 4 * pass.threads - 1) / (4 * pass.threads);  // so that threads end together
     const int most = even < QUERIES ? even : QUERIES, pieces = (queries + most - 1) / most;
     const bool rounds = model.rounds;
-    std::vector<float> normal((int64_t)tokens * hidden), qkv((int64_t)tokens * all * size);
-    std::vector<float> seen((int64_t)tokens * model.heads * size), gates((int64_t)tokens * 2 * inner);
-    std::vector<float> active((int64_t)tokens * inner);
-    float *x = pass.states;
+    float *normal = pass.scratch, *qkv = normal + (int64_t)tokens * hidden, *seen = qkv + (int64_t)tokens * all * size;
+    float *gates = seen + (int64_t)tokens * model.heads * size, *active = gates + (int64_t)tokens * 2 * inner;
+    float *rooms = active + (int64_t)tokens * inner, *x = pass.states;
     Team team;
 #pragma omp parallel num_threads(pass.threads)
     {
-        std::vector<float> room, scratch(size);
+        float *room = rooms + omp_get_thread_num() * room_for(model, pass.capacity);
         const auto norms = [&](const float *weight, float *y) {
             team.share(tokens, [&](int64_t begin, int64_t end) {
                 for (int64_t t = begin; t < end; t++)
                     normed(x + t * hidden, weight, y + t * hidden, hidden, model.epsilon, rounds);
             });
         };
-        for (int l = 0; l < model.count; l++) {
+        for (int l = pass.begin; l < pass.end; l++) {
             const Layer &layer = model.layers[l];
-            norms(layer.before_attention, normal.data());
-            product(team, layer.qkv, normal.data(), tokens, qkv.data(), rounds, false);
+            norms(layer.before_attention, normal);
+            product(team, layer.qkv, normal, tokens, qkv, rounds, false);
             team.share((int64_t)tokens * all, [&](int64_t begin, int64_t end) {
                 for (int64_t each = begin; each < end; each++) {
                     const int64_t t = each / all, h = each % all;
                     float *head = &qkv[each * size];
-                    if (h < turning) turned(head, pass.cos + t * size, pass.sin + t * size, size, rounds, scratch.data());
+                    if (h < turning) turned(head, pass.cos + t * size, pass.sin + t * size, size, rounds, room);
                     if (h < model.heads) continue;
                     void *cache = h < turning ? pass.keys[l] : pass.values[l];
                     const int64_t seat = pass.seats[t / pass.width] * (int64_t)model.shared + (h - model.heads) % model.shared;
@@ -475,15 +493,15 @@ extern "C" void run_layers(const Model *given, const Pass *asked) {
                     const int64_t at = ((int64_t)pass.seats[text] * model.shared + group) * pass.capacity * size;
                     if (rounds)
                         attend(model, pass, (const uint16_t *)pass.keys[l] + at, (const uint16_t *)pass.values[l] + at,
-                               pass.windows[l], qkv.data(), text, group, first, last, seen.data(), room);
+                               pass.windows[l], qkv, text, group, first, last, seen, room);
                     else
                         attend(model, pass, (const float *)pass.keys[l] + at, (const float *)pass.values[l] + at,
-                               pass.windows[l], qkv.data(), text, group, first, last, seen.data(), room);
+                               pass.windows[l], qkv, text, group, first, last, seen, room);
                 }
             });
-            product(team, layer.o, seen.data(), tokens, x, rounds, true);
-            norms(layer.before_mlp, normal.data());
-            product(team, layer.gate_up, normal.data(), tokens, gates.data(), rounds, false);
+            product(team, layer.o, seen, tokens, x, rounds, true);
+            norms(layer.before_mlp, normal);
+            product(team, layer.gate_up, normal, tokens, gates, rounds, false);
             team.share((int64_t)tokens * inner / 8, [&](int64_t begin, int64_t end) {
                 for (int64_t each = 8 * begin; each < 8 * end; each += 8) {
                     const float *gate = &gates[each / inner * 2 * inner + each % inner];
@@ -491,8 +509,8 @@ extern "C" void run_layers(const Model *given, const Pass *asked) {
                     store(&active[each], in_type(in_type(open, rounds) * up, rounds));
                 }
             });
-            product(team, layer.down, active.data(), tokens, x, rounds, true);
+            product(team, layer.down, active, tokens, x, rounds, true);
         }
-        norms(model.last_norm, x);
+        if (pass.end == model.count) norms(model.last_norm, x);
     }
 }

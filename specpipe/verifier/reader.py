@@ -37,7 +37,7 @@ class Reader:
         self._cache_word = "cache" if "cache" in takes else "past_key_values"  # its name before transformers 5.24
         self._owners: list[ref[Sequence]] = []  # of the cache's rows
         self._rows: list[int] = []  # of the sequences of the last call
-        self._look_back = LookBack(model)
+        self._look_back = LookBack(model) if getattr(model, "takes_masks", True) else None
         self._states = States(model)
         self.cache = self._empty()
 
@@ -166,7 +166,7 @@ class Reader:
         with torch.inference_mode():
             logits = self.model(
                 input_ids=ids,
-                attention_mask=self._look_back.masks(self.cache, positions),
+                attention_mask=self._look_back and self._look_back.masks(self.cache, positions),
                 position_ids=torch.minimum(positions, last[:, None]),  # padding stays inside the context
                 use_cache=True,
                 **{self._cache_word: self.cache},

@@ -50,6 +50,7 @@ def plain_logits(model: Any) -> torch.Tensor:
     name = type(model).__name__
     if longer.isnan().any() or not longer.isfinite().any():
         raise UserError(f"{name} gives logits that are not numbers: its weights are broken.", key="model")
+    longer, shorter = in_own_type(model, longer), in_own_type(model, shorter)
     if not difference(longer[1], shorter[1]) <= ROUNDING[longer.dtype]:
         raise UserError(f"{name} looks at the tokens behind a position: it is not a causal model.", key="model")
     return longer[-1]
@@ -81,6 +82,12 @@ def rehearse(model: Any, expected: torch.Tensor) -> None:
     if not off <= ROUNDING[expected.dtype]:
         what = f"{name} does not reproduce its own logits after a roll-back"
         raise UserError(f"{what} (off by {off:.0%} of their spread).", key="model")
+
+
+def in_own_type(model: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Logits in the model's type, of whose roundings they are, where they are those numbers in a wider one."""
+    narrow = logits.to(getattr(model, "dtype", logits.dtype))
+    return narrow if torch.equal(narrow.to(logits.dtype), logits) else logits
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -5,8 +5,9 @@
 // logits that plain decoding would give them.
 //
 // Weights are read once for all tokens of a pass, in panels of 16 outputs: [panel][input][16]. bfloat16 ones keep
-// their two bytes; output i < 8 of a panel stands at 2 i, output 8 + i at 2 i + 1, so that a shift and a mask widen
-// them. Sums are float32. Where the model's type is bfloat16, results are rounded where its modules round.
+// their two bytes and stand in pairs of inputs, [panel][input / 2][16][2], so that a shift and a mask widen them, and
+// CPUs with bfloat16 instructions multiply them as they are. Sums are float32. Where the model's type is bfloat16,
+// results are rounded where its modules round.
 
 #include <atomic>
 #include <cmath>
@@ -17,6 +18,10 @@
 #include <omp.h>
 #include <sched.h>
 #include <time.h>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 typedef float Eight __attribute__((vector_size(32)));
 typedef int32_t Whole __attribute__((vector_size(32)));
@@ -69,6 +74,8 @@ struct Pass {
 namespace {
 
 const int TOGETHER = 6;   // tokens whose sums stand in registers
+const int TOGETHER_PAIRS = 12;  // the same where pairs are multiplied at once
+const int AHEAD = 64;         // pairs of weights that are fetched before they are needed
 const int BLOCK = 96;     // tokens whose inputs stay in the cache of a core
 const int QUERIES = 32;   // of a group of heads that read keys and values together
 const int SPAN = 64;      // keys that stay in the cache of a core
@@ -190,15 +197,6 @@ inline void weigh(const float *weights, const float *values, int64_t count, int 
     for (int i = 0; i < N; i++) store(sums + 8 * i, found[i]);
 }
 
-inline void widen(const uint16_t *p, Eight &first, Eight &second) {
-    Bits w;
-    std::memcpy(&w, p, sizeof w);
-    first = (Eight)(w << 16);
-    second = (Eight)(w & 0xffff0000u);
-}
-
-inline void widen(const float *p, Eight &first, Eight &second) { first = load(p), second = load(p + 8); }
-
 // Takes what 16 outputs of one token come to.
 struct Keep {
     float *y;
@@ -228,12 +226,12 @@ struct Keep {
     }
 };
 
-template <class W, int N>
-inline void panel(const W *w, const float *x, int in, int token, int first, const Keep &keep) {
+// 16 outputs for N tokens: of float32 weights.
+template <int N>
+inline void panel(const float *w, const float *x, int in, int token, int first, const Keep &keep) {
     Eight a[N] = {}, b[N] = {};
     for (int k = 0; k < in; k++) {
-        Eight u, v;
-        widen(w + 16 * (int64_t)k, u, v);
+        const Eight u = load(w + 16 * (int64_t)k), v = load(w + 16 * (int64_t)k + 8);
         for (int n = 0; n < N; n++) {
             const float each = x[(int64_t)n * in + k];
             a[n] += u * each;
@@ -243,36 +241,107 @@ inline void panel(const W *w, const float *x, int in, int token, int first, cons
     for (int n = 0; n < N; n++) keep(token + n, first, a[n], b[n]);
 }
 
-template <class W>
-void panels(const Linear &linear, const float *x, int tokens, int begin, int end, const Keep &keep) {
-    const int in = linear.in;
-    for (int block = 0; block < tokens; block += BLOCK) {
-        const int stop = block + BLOCK < tokens ? block + BLOCK : tokens;
-        for (int j = begin; j < end; j++) {
-            const W *w = (const W *)linear.weight + (int64_t)j * in * 16;
-            for (int t = block; t < stop;) {
-                const int groups = (stop - t + TOGETHER - 1) / TOGETHER, n = (stop - t + groups - 1) / groups;
-                const float *rows = x + (int64_t)t * in;
-                switch (n) {  // of equal size, as few as there can be
-                    case 1: panel<W, 1>(w, rows, in, t, 16 * j, keep); break;
-                    case 2: panel<W, 2>(w, rows, in, t, 16 * j, keep); break;
-                    case 3: panel<W, 3>(w, rows, in, t, 16 * j, keep); break;
-                    case 4: panel<W, 4>(w, rows, in, t, 16 * j, keep); break;
-                    case 5: panel<W, 5>(w, rows, in, t, 16 * j, keep); break;
-                    case 6: panel<W, 6>(w, rows, in, t, 16 * j, keep); break;
-                }
-                t += n;
-            }
+// Of bfloat16 weights, in pairs of inputs.
+template <int N>
+inline void panel(const uint16_t *w, const float *x, int in, int token, int first, const Keep &keep) {
+    Eight a[N] = {}, b[N] = {};
+    for (int k = 0; k < in; k += 2) {
+        Bits u, v;
+        std::memcpy(&u, w + 16 * (int64_t)k, sizeof u);
+        std::memcpy(&v, w + 16 * (int64_t)k + 16, sizeof v);
+        for (int n = 0; n < N; n++) {
+            const float each = x[(int64_t)n * in + k];
+            a[n] += (Eight)(u << 16) * each;
+            b[n] += (Eight)(v << 16) * each;
         }
+        for (int n = 0; n < N; n++) {
+            const float each = x[(int64_t)n * in + k + 1];
+            a[n] += (Eight)(u & 0xffff0000u) * each;
+            b[n] += (Eight)(v & 0xffff0000u) * each;
+        }
+    }
+    for (int n = 0; n < N; n++) keep(token + n, first, a[n], b[n]);
+}
+
+#ifdef __AVX512BF16__
+// Of bfloat16 weights and inputs, x [N][in / 2] pairs.
+template <int N>
+inline void panel(const uint16_t *w, const uint32_t *x, int in, int token, int first, const Keep &keep) {
+    const int pairs = in / 2;
+    __m512 sums[N];
+    for (int n = 0; n < N; n++) sums[n] = _mm512_setzero_ps();
+    for (int j = 0; j < pairs; j++) {
+        const uint16_t *here = w + 32 * (int64_t)j;
+        if (N >= 5) _mm_prefetch((const char *)(here + 32 * AHEAD), _MM_HINT_T0);  // it computes longer than it looks ahead
+        const __m512bh weights = (__m512bh)_mm512_loadu_si512(here);
+        for (int n = 0; n < N; n++)
+            sums[n] = _mm512_dpbf16_ps(sums[n], weights, (__m512bh)_mm512_set1_epi32(x[(int64_t)n * pairs + j]));
+    }
+    for (int n = 0; n < N; n++) {
+        Eight halves[2];
+        std::memcpy(halves, &sums[n], sizeof halves);
+        keep(token + n, first, halves[0], halves[1]);
     }
 }
 
-// Each thread has a share of the outputs, and all have ended behind it.
-void product(Team &team, const Linear &linear, const float *x, int tokens, float *y, bool rounds, bool adds) {
+// The pairs of numbers that are bfloat16 already, for the thread that asks until it asks again.
+const uint32_t *paired(const float *x, int64_t count) {
+    static thread_local std::vector<uint32_t> pairs;
+    if ((int64_t)pairs.size() < count / 2) pairs.resize(count / 2);
+    for (int64_t i = 0; i < count / 2; i++) {
+        uint32_t both[2];
+        std::memcpy(both, x + 2 * i, sizeof both);
+        pairs[i] = both[0] >> 16 | (both[1] & 0xffff0000u);
+    }
+    return pairs.data();
+}
+#endif
+
+// Tokens [t, t + n) of a panel, n at most `MOST`.
+template <int MOST, class W, class X>
+inline void some(int n, const W *w, const X *x, int in, int token, int first, const Keep &keep) {
+    if (n == MOST) panel<MOST>(w, x, in, token, first, keep);
+    else if constexpr (MOST > 1) some<MOST - 1>(n, w, x, in, token, first, keep);
+}
+
+// Some tokens through panels [begin, end), in groups of equal size, as few as there can be. step: of x, a token's.
+template <int MOST, class W, class X>
+void grouped(const W *weight, const X *x, int64_t step, int in, int begin, int end, int from, int to, const Keep &keep) {
+    for (int j = begin; j < end; j++)
+        for (int t = from; t < to;) {
+            const int groups = (to - t + MOST - 1) / MOST, n = (to - t + groups - 1) / groups;
+            some<MOST>(n, weight + (int64_t)j * in * 16, x + (t - from) * step, in, t, 16 * j, keep);
+            t += n;
+        }
+}
+
+// narrow: x holds bfloat16 numbers.
+void panels(const Linear &linear, const float *x, int tokens, int begin, int end, bool narrow, const Keep &keep) {
+    const int in = linear.in;
+    for (int from = 0; from < tokens; from += BLOCK) {
+        const int to = from + BLOCK < tokens ? from + BLOCK : tokens;
+        const float *rows = x + (int64_t)from * in;
+        if (linear.wide) {
+            grouped<TOGETHER>((const float *)linear.weight, rows, in, in, begin, end, from, to, keep);
+            continue;
+        }
+        const uint16_t *weight = (const uint16_t *)linear.weight;
+#ifdef __AVX512BF16__
+        if (narrow) {
+            const uint32_t *pairs = paired(rows, (int64_t)(to - from) * in);
+            grouped<TOGETHER_PAIRS>(weight, pairs, in / 2, in, begin, end, from, to, keep);
+            continue;
+        }
+#endif
+        grouped<TOGETHER>(weight, rows, in, in, begin, end, from, to, keep);
+    }
+}
+
+// Each thread has a share of the outputs, and all have ended behind it. narrow: x holds bfloat16 numbers.
+void product(Team &team, const Linear &linear, const float *x, int tokens, float *y, bool narrow, bool rounds, bool adds) {
     const Keep keep = {y, linear.out, linear.bias, linear.out, rounds, adds};
     team.share((linear.out + 15) / 16, [&](int64_t begin, int64_t end) {
-        if (linear.wide) panels<float>(linear, x, tokens, begin, end, keep);
-        else panels<uint16_t>(linear, x, tokens, begin, end, keep);
+        panels(linear, x, tokens, begin, end, narrow, keep);
     });
 }
 
@@ -396,7 +465,7 @@ extern "C" void run_linear(const Linear *linear, const float *x, float *y, int32
                            int32_t threads) {
     Team team;
 #pragma omp parallel num_threads(threads)
-    product(team, *linear, x, tokens, y, rounds, false);
+    product(team, *linear, x, tokens, y, rounds, rounds, false);
 }
 
 // One head for some tokens: carry [tokens, hidden], in and out, and embedded ones to logits.
@@ -416,8 +485,8 @@ extern "C" void run_head(const Heads *given, int32_t later, float *carry, const 
                     for (int i = 0; i < hidden; i += 8) store(state + i, load(state + i) * scale);
                 }
             });
-        product(team, later ? heads.later : heads.first, carry, tokens, mixed.data(), false, false);
-        product(team, heads.inner, embedded, tokens, of_token.data(), false, false);
+        product(team, later ? heads.later : heads.first, carry, tokens, mixed.data(), false, false, false);
+        product(team, heads.inner, embedded, tokens, of_token.data(), heads.rounds, false, false);
         team.share(tokens, [&](int64_t begin, int64_t end) {
             for (int64_t t = begin; t < end; t++) {
                 float *both = &mixed[t * hidden], *state = carry + t * hidden;
@@ -431,8 +500,8 @@ extern "C" void run_head(const Heads *given, int32_t later, float *carry, const 
                 }
             }
         });
-        product(team, heads.outer, carry, tokens, feature.data(), heads.rounds, false);
-        product(team, heads.words, feature.data(), tokens, logits, heads.rounds, false);
+        product(team, heads.outer, carry, tokens, feature.data(), false, heads.rounds, false);
+        product(team, heads.words, feature.data(), tokens, logits, heads.rounds, heads.rounds, false);
     }
 }
 
@@ -473,7 +542,7 @@ extern "C" void run_layers(const Model *given, const Pass *asked) {
         for (int l = pass.begin; l < pass.end; l++) {
             const Layer &layer = model.layers[l];
             norms(layer.before_attention, normal);
-            product(team, layer.qkv, normal, tokens, qkv, rounds, false);
+            product(team, layer.qkv, normal, tokens, qkv, rounds, rounds, false);
             team.share((int64_t)tokens * all, [&](int64_t begin, int64_t end) {
                 for (int64_t each = begin; each < end; each++) {
                     const int64_t t = each / all, h = each % all;
@@ -499,9 +568,9 @@ extern "C" void run_layers(const Model *given, const Pass *asked) {
                                pass.windows[l], qkv, text, group, first, last, seen, room);
                 }
             });
-            product(team, layer.o, seen, tokens, x, rounds, true);
+            product(team, layer.o, seen, tokens, x, rounds, rounds, true);
             norms(layer.before_mlp, normal);
-            product(team, layer.gate_up, normal, tokens, gates, rounds, false);
+            product(team, layer.gate_up, normal, tokens, gates, rounds, rounds, false);
             team.share((int64_t)tokens * inner / 8, [&](int64_t begin, int64_t end) {
                 for (int64_t each = 8 * begin; each < 8 * end; each += 8) {
                     const float *gate = &gates[each / inner * 2 * inner + each % inner];
@@ -509,7 +578,7 @@ extern "C" void run_layers(const Model *given, const Pass *asked) {
                     store(&active[each], in_type(in_type(open, rounds) * up, rounds));
                 }
             });
-            product(team, layer.down, active, tokens, x, rounds, true);
+            product(team, layer.down, active, tokens, x, rounds, rounds, true);
         }
         if (pass.end == model.count) norms(model.last_norm, x);
     }

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include <omp.h>
@@ -27,6 +28,7 @@ typedef float Eight __attribute__((vector_size(32)));
 typedef int32_t Whole __attribute__((vector_size(32)));
 typedef uint32_t Bits __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
+typedef int32_t FourWhole __attribute__((vector_size(16)));
 typedef uint16_t Half __attribute__((vector_size(16)));
 
 // What follows is laid out as in kernels.py.
@@ -75,9 +77,10 @@ namespace {
 
 const int TOGETHER = 6;   // tokens whose sums stand in registers
 const int TOGETHER_PAIRS = 12;  // the same where pairs are multiplied at once
-const int AHEAD = 64;         // pairs of weights that are fetched before they are needed
+const int AHEAD = 256;    // pairs of weights that are on their way to the cache of a core
 const int BLOCK = 96;     // tokens whose inputs stay in the cache of a core
 const int QUERIES = 32;   // of a group of heads that read keys and values together
+const double WIDENING = 1.5;  // what bringing keys and values to float32 takes, in queries
 const int SPAN = 64;      // keys that stay in the cache of a core
 
 // Threads of one call, which take their shares of what there is to do and wait for each other.
@@ -162,39 +165,61 @@ inline Eight exponential(Eight x) {
     return p * (Eight)power;
 }
 
-inline float sum(Eight v) {
+inline Four halved(Eight v) {
     Four low, high;
     std::memcpy(&low, &v, sizeof low);
     std::memcpy(&high, (const char *)&v + sizeof low, sizeof high);
-    low += high;
-    return (low[0] + low[2]) + (low[1] + low[3]);
+    return low + high;
 }
 
-// Of a query and N keys, [size] each; size = 8 vectors.
-template <int N>
-inline void products(const float *query, const float *keys, int size, float scaling, float *scores) {
-    Eight found[N] = {};
-    int i = 0;
-    for (; i + 64 <= size; i += 64)
-        for (int j = i; j < i + 64; j += 8) {
-            const Eight q = load(query + j);
-            for (int n = 0; n < N; n++) found[n] += q * load(keys + n * size + j);
+inline float sum(Eight v) {
+    const Four x = halved(v);
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+// Each as `sum` has it.
+inline Four sums(const Eight *v) {
+    const Four a = halved(v[0]), b = halved(v[1]), c = halved(v[2]), d = halved(v[3]);
+    const Four ab = __builtin_shuffle(a, b, FourWhole{0, 4, 1, 5}), ab_late = __builtin_shuffle(a, b, FourWhole{2, 6, 3, 7});
+    const Four cd = __builtin_shuffle(c, d, FourWhole{0, 4, 1, 5}), cd_late = __builtin_shuffle(c, d, FourWhole{2, 6, 3, 7});
+    const Four x = ab + ab_late, y = cd + cd_late;  // (0 + 2, 1 + 3) of a and b in turn, and of c and d
+    return __builtin_shuffle(x, y, FourWhole{0, 1, 4, 5}) + __builtin_shuffle(x, y, FourWhole{2, 3, 6, 7});
+}
+
+// Of Q queries and 4 keys, [size] each; size = 8 vectors.
+template <int Q>
+inline void products(const float *const *queries, const float *keys, int size, float scaling, float *const *scores) {
+    Eight found[Q][4] = {};
+    for (int i = 0; i < size; i += 8)
+        for (int q = 0; q < Q; q++) {
+            const Eight query = load(queries[q] + i);
+            for (int n = 0; n < 4; n++) found[q][n] += query * load(keys + n * size + i);
         }
-    for (; i < size; i += 8) {
-        const Eight q = load(query + i);
-        for (int n = 0; n < N; n++) found[n] += q * load(keys + n * size + i);
+    for (int q = 0; q < Q; q++) {
+        const Four all = sums(found[q]) * scaling;
+        std::memcpy(scores[q], &all, sizeof all);
     }
-    for (int n = 0; n < N; n++) scores[n] = sum(found[n]) * scaling;
 }
 
-// Adds to sums [8 N] what some values, `size` apart, weigh.
-template <int N>
-inline void weigh(const float *weights, const float *values, int64_t count, int size, float *sums) {
-    Eight found[N];
-    for (int i = 0; i < N; i++) found[i] = load(sums + 8 * i);
+inline float product(const float *query, const float *key, int size, float scaling) {
+    Eight found = {};
+    for (int i = 0; i < size; i += 8) found += load(query + i) * load(key + i);
+    return sum(found) * scaling;
+}
+
+// Adds to sums [8 N] of Q queries what some values, `size` apart, weigh.
+template <int Q, int N>
+inline void weigh(const float *const *weights, const float *values, int64_t count, int size, float *const *sums) {
+    Eight found[Q][N];
+    for (int q = 0; q < Q; q++)
+        for (int i = 0; i < N; i++) found[q][i] = load(sums[q] + 8 * i);
     for (int64_t at = 0; at < count; at++, values += size)
-        for (int i = 0; i < N; i++) found[i] += load(values + 8 * i) * weights[at];
-    for (int i = 0; i < N; i++) store(sums + 8 * i, found[i]);
+        for (int i = 0; i < N; i++) {
+            const Eight value = load(values + 8 * i);
+            for (int q = 0; q < Q; q++) found[q][i] += value * weights[q][at];
+        }
+    for (int q = 0; q < Q; q++)
+        for (int i = 0; i < N; i++) store(sums[q] + 8 * i, found[q][i]);
 }
 
 // Takes what 16 outputs of one token come to.
@@ -272,7 +297,7 @@ inline void panel(const uint16_t *w, const uint32_t *x, int in, int token, int f
     for (int n = 0; n < N; n++) sums[n] = _mm512_setzero_ps();
     for (int j = 0; j < pairs; j++) {
         const uint16_t *here = w + 32 * (int64_t)j;
-        if (N >= 5) _mm_prefetch((const char *)(here + 32 * AHEAD), _MM_HINT_T0);  // it computes longer than it looks ahead
+        if (N >= 3) __builtin_prefetch(here + 32 * AHEAD, 0, 2);  // it computes for longer than it would look ahead
         const __m512bh weights = (__m512bh)_mm512_loadu_si512(here);
         for (int n = 0; n < N; n++)
             sums[n] = _mm512_dpbf16_ps(sums[n], weights, (__m512bh)_mm512_set1_epi32(x[(int64_t)n * pairs + j]));
@@ -377,6 +402,36 @@ void turned(float *head, const float *cos, const float *sin, int size, bool roun
     std::memcpy(head, scratch, size * sizeof(float));
 }
 
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Scores, n >= 1, to their exponentials over the largest; returns the sum.
+float exponentials(float *x, int64_t n) {
+    Eight most = Eight{} + x[0];
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const Eight each = load(x + i);
+        most = each > most || each != each ? each : most;
+    }
+    float largest = most[0];
+    for (int lane = 1; lane < 8; lane++) largest = most[lane] > largest || most[lane] != most[lane] ? most[lane] : largest;
+    for (int64_t rest = i; rest < n; rest++) largest = x[rest] > largest ? x[rest] : largest;
+    Eight eights = {};
+    for (i = 0; i + 8 <= n; i += 8) {
+        const Eight e = exponential(load(x + i) - largest);
+        store(x + i, e);
+        eights += e;
+    }
+    float total = sum(eights);
+    if (i < n) {
+        float rest[8] = {};
+        std::memcpy(rest, x + i, (n - i) * sizeof(float));
+        const Eight e = exponential(load(rest) - largest);
+        for (int64_t j = i; j < n; j++) x[j] = e[j - i], total += e[j - i];
+    }
+    return total;
+}
+
 // Some entries of the cache as float32: they themselves, or copies in `room`.
 inline const float *wide(const float *entries, int64_t, float *) { return entries; }
 
@@ -386,77 +441,97 @@ inline const float *wide(const uint16_t *entries, int64_t count, float *room) {
 }
 
 // What some queries of one group of heads see of one text. Query q is of token q / times and head group * times + q % times.
-template <class C>
+// SIZE: of a head, 0 for whatever the model says.
+template <int SIZE, class C>
 void attend(const Model &model, const Pass &pass, const C *keys, const C *values, int window, const float *qkv,
             int text, int group, int begin, int end, float *seen, float *room) {
-    const int size = model.size, times = model.heads / model.shared, row = (model.heads + 2 * model.shared) * size;
-    const int count = end - begin;
+    const int size = SIZE ? SIZE : model.size, times = model.heads / model.shared;
+    const int row = (model.heads + 2 * model.shared) * size, count = end - begin;
     int64_t first = INT64_MAX, last = 0;
-    auto token = [&](int q) { return (int64_t)text * pass.width + (begin + q) / times; };
-    auto head = [&](int q) { return group * times + (begin + q) % times; };
-    auto from = [&](int64_t position) { return window && position >= window ? position - window + 1 : 0; };
+    struct Query {
+        const float *from;       // [size]
+        float *to, *sums, *scores;  // [size], [size], of the keys by their place
+        int64_t low, beyond;     // keys that it sees
+        float total;
+    } queries[QUERIES];
     for (int q = 0; q < count; q++) {
-        const int64_t position = pass.positions[token(q)];
-        if (from(position) < first) first = from(position);
-        if (position + 1 > last) last = position + 1;
+        const int64_t token = (int64_t)text * pass.width + (begin + q) / times, position = pass.positions[token];
+        const int head = group * times + (begin + q) % times;
+        Query &each = queries[q];
+        each.from = qkv + token * row + head * size;
+        each.to = seen + (token * model.heads + head) * size;
+        each.low = window && position >= window ? position - window + 1 : 0;
+        each.beyond = position + 1;
+        if (each.low < first) first = each.low;
+        if (each.beyond > last) last = each.beyond;
     }
     const int64_t length = (last - first + 7) / 8 * 8;
     float *scores = room, *sums = scores + count * length, *copies = sums + count * size;
     std::memset(sums, 0, count * size * sizeof(float));
+    for (int q = 0; q < count; q++) queries[q].scores = scores + q * length - first, queries[q].sums = sums + q * size;
+
+    // In blocks of keys that stay in the cache of a core; two queries at a time, where both see a key.
     for (int64_t block = first; block < last; block += SPAN) {
         const int64_t stop = block + SPAN < last ? block + SPAN : last;
-        const float *here = wide(keys + block * size, (stop - block) * size, copies);
-        for (int q = 0; q < count; q++) {
-            const int64_t position = pass.positions[token(q)], low = from(position);
-            const float *query = qkv + token(q) * row + head(q) * size;
-            const int64_t beyond = stop < position + 1 ? stop : position + 1;
-            int64_t at = block > low ? block : low;
-            float *found = scores + q * length - first;
-            for (; at + 4 <= beyond; at += 4) products<4>(query, here + (at - block) * size, size, model.scaling, found + at);
-            for (; at < beyond; at++) products<1>(query, here + (at - block) * size, size, model.scaling, found + at);
+        const float *here = wide(keys + block * size, (stop - block) * size, copies) - block * size;
+        for (int q = 0; q < count; q += 2) {
+            const int both = q + 1 < count ? 2 : 1;
+            const float *from[2];
+            int64_t at[2], beyond[2];
+            for (int i = 0; i < both; i++) {
+                const Query &each = queries[q + i];
+                from[i] = each.from, at[i] = larger(block, each.low), beyond[i] = smaller(stop, each.beyond);
+            }
+            if (both == 2 && at[0] == at[1])
+                for (; at[0] + 4 <= beyond[0] && at[0] + 4 <= beyond[1]; at[0] += 4, at[1] += 4) {
+                    float *const to[2] = {queries[q].scores + at[0], queries[q + 1].scores + at[0]};
+                    products<2>(from, here + at[0] * size, size, model.scaling, to);
+                }
+            for (int i = 0; i < both; i++) {
+                float *own = queries[q + i].scores;
+                for (; at[i] + 4 <= beyond[i]; at[i] += 4) {
+                    float *const to = own + at[i];
+                    products<1>(from + i, here + at[i] * size, size, model.scaling, &to);
+                }
+                for (; at[i] < beyond[i]; at[i]++) own[at[i]] = product(from[i], here + at[i] * size, size, model.scaling);
+            }
         }
     }
-    float totals[QUERIES];
     for (int q = 0; q < count; q++) {  // counted from each query's own first key, whatever the others see
-        const int64_t position = pass.positions[token(q)], low = from(position);
-        float *own = scores + q * length + low - first, most = own[0];
-        const int64_t n = position + 1 - low;
-        for (int64_t i = 1; i < n; i++) most = own[i] > most ? own[i] : most;
-        float total = 0.0f;
-        int64_t i = 0;
-        Eight eights = {};
-        for (; i + 8 <= n; i += 8) {
-            const Eight e = exponential(load(own + i) - most);
-            store(own + i, e);
-            eights += e;
-        }
-        total = sum(eights);
-        if (i < n) {
-            float rest[8] = {};
-            std::memcpy(rest, own + i, (n - i) * sizeof(float));
-            const Eight e = exponential(load(rest) - most);
-            for (int64_t j = i; j < n; j++) own[j] = e[j - i], total += e[j - i];
-        }
-        totals[q] = total;
+        Query &each = queries[q];
+        float *own = each.scores + each.low;
+        each.total = exponentials(own, each.beyond - each.low);
     }
     for (int64_t block = first; block < last; block += SPAN) {
         const int64_t stop = block + SPAN < last ? block + SPAN : last;
-        const float *here = wide(values + block * size, (stop - block) * size, copies);
-        for (int q = 0; q < count; q++) {
-            const int64_t position = pass.positions[token(q)], low = from(position);
-            const int64_t beyond = stop < position + 1 ? stop : position + 1, at = block > low ? block : low;
-            if (at >= beyond) continue;
-            const float *weights = scores + q * length + at - first;
-            const float *seen_here = here + (at - block) * size;
-            int i = 0;
-            for (; i + 64 <= size; i += 64) weigh<8>(weights, seen_here + i, beyond - at, size, sums + q * size + i);
-            for (; i < size; i += 8) weigh<1>(weights, seen_here + i, beyond - at, size, sums + q * size + i);
+        const float *here = wide(values + block * size, (stop - block) * size, copies) - block * size;
+        for (int q = 0; q < count; q += 2) {
+            const int both = q + 1 < count ? 2 : 1;
+            int64_t low[2], beyond[2], shared = 0;
+            for (int i = 0; i < both; i++)
+                low[i] = larger(block, queries[q + i].low), beyond[i] = smaller(stop, queries[q + i].beyond);
+            if (both == 2 && low[0] == low[1]) shared = smaller(beyond[0], beyond[1]);
+            for (int k = 0; k < size; k += k + 32 <= size ? 32 : 8) {
+                const bool four = k + 32 <= size;
+                const float *weights[2];
+                float *to[2];
+                for (int i = 0; i < both; i++) weights[i] = queries[q + i].scores + low[i], to[i] = queries[q + i].sums + k;
+                if (shared > low[0]) {
+                    if (four) weigh<2, 4>(weights, here + low[0] * size + k, shared - low[0], size, to);
+                    else weigh<2, 1>(weights, here + low[0] * size + k, shared - low[0], size, to);
+                }
+                for (int i = 0; i < both; i++) {
+                    const int64_t at = larger(shared, low[i]);
+                    if (at >= beyond[i]) continue;
+                    weights[i] += at - low[i];
+                    if (four) weigh<1, 4>(weights + i, here + at * size + k, beyond[i] - at, size, to + i);
+                    else weigh<1, 1>(weights + i, here + at * size + k, beyond[i] - at, size, to + i);
+                }
+            }
         }
     }
-    for (int q = 0; q < count; q++) {
-        float *to = seen + (token(q) * model.heads + head(q)) * size;
-        for (int i = 0; i < size; i++) to[i] = in_type(sums[q * size + i] / totals[q], model.rounds);
-    }
+    for (int q = 0; q < count; q++)
+        for (int i = 0; i < size; i++) queries[q].to[i] = in_type(queries[q].sums[i] / queries[q].total, model.rounds);
 }
 
 }  // namespace
@@ -505,6 +580,19 @@ extern "C" void run_head(const Heads *given, int32_t later, float *carry, const 
     }
 }
 
+// Into how many pieces the queries of a group are cut, so that threads end together and read few keys twice.
+static int pieces_of(int queries, int units, int threads) {
+    const int fewest = (queries + QUERIES - 1) / QUERIES;
+    double least = 1e300;
+    int best = fewest;
+    for (int pieces = fewest; pieces <= queries && pieces <= fewest + 2 * threads; pieces++) {
+        const int most = (queries + pieces - 1) / pieces, rounds = (units * pieces + threads - 1) / threads;
+        const double cost = rounds * (most + WIDENING);
+        if (cost < least) least = cost, best = pieces;
+    }
+    return best;
+}
+
 // What each thread has for itself: scores and sums of its queries, keys or values that are widened.
 static int64_t room_for(const Model &model, int64_t capacity) {
     return QUERIES * (capacity + 8 + model.size) + SPAN * model.size;
@@ -523,8 +611,7 @@ extern "C" void run_layers(const Model *given, const Pass *asked) {
     const int tokens = pass.texts * pass.width, hidden = model.hidden, size = model.size, inner = model.inner;
     const int turning = model.heads + model.shared, all = turning + model.shared, times = model.heads / model.shared;
     const int queries = pass.width * times, units = pass.texts * model.shared;
-    const int even = (queries * units + 4 * pass.threads - 1) / (4 * pass.threads);  // so that threads end together
-    const int most = even < QUERIES ? even : QUERIES, pieces = (queries + most - 1) / most;
+    const int pieces = pieces_of(queries, units, pass.threads), most = (queries + pieces - 1) / pieces;
     const bool rounds = model.rounds;
     float *normal = pass.scratch, *qkv = normal + (int64_t)tokens * hidden, *seen = qkv + (int64_t)tokens * all * size;
     float *gates = seen + (int64_t)tokens * model.heads * size, *active = gates + (int64_t)tokens * 2 * inner;
@@ -560,12 +647,14 @@ extern "C" void run_layers(const Model *given, const Pass *asked) {
                     const int piece = each % pieces, group = each / pieces % model.shared, text = each / pieces / model.shared;
                     const int first = piece * most, last = first + most < queries ? first + most : queries;
                     const int64_t at = ((int64_t)pass.seats[text] * model.shared + group) * pass.capacity * size;
-                    if (rounds)
-                        attend(model, pass, (const uint16_t *)pass.keys[l] + at, (const uint16_t *)pass.values[l] + at,
-                               pass.windows[l], qkv, text, group, first, last, seen, room);
-                    else
-                        attend(model, pass, (const float *)pass.keys[l] + at, (const float *)pass.values[l] + at,
-                               pass.windows[l], qkv, text, group, first, last, seen, room);
+                    const auto run = [&](const auto *keys, const auto *values) {
+                        const auto by = size == 64    ? attend<64, std::decay_t<decltype(*keys)>>
+                                        : size == 128 ? attend<128, std::decay_t<decltype(*keys)>>
+                                                      : attend<0, std::decay_t<decltype(*keys)>>;
+                        by(model, pass, keys + at, values + at, pass.windows[l], qkv, text, group, first, last, seen, room);
+                    };
+                    if (rounds) run((const uint16_t *)pass.keys[l], (const uint16_t *)pass.values[l]);
+                    else run((const float *)pass.keys[l], (const float *)pass.values[l]);
                 }
             });
             product(team, layer.o, seen, tokens, x, rounds, rounds, true);

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specpipe.distribution import Prefix, Rows, log_probabilities
+from specpipe.distribution import Prefix, Rows, best_token, log_probabilities
 from specpipe.draft import Draft
 from specpipe.errors import ContractError
 from specpipe.samplers import Sampler
+from specpipe.samplers.rejection import draft_probability
 from specpipe.sequence import Sequence, Step, TokenLogprobs
 
 # The accepted drafts and the token behind them; beta = sum_x min(p, q) of each verified place.
@@ -23,11 +24,32 @@ def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits
     x, q = draft.row(b)
     p = Rows(logits, sequence.settings, sequence.prefix, x)
     try:
+        if sequence.settings.temperature == 0 and getattr(sampler, "lossless", False):
+            return _greedy(sequence, x, q, logits)
         n, y = sampler.accept(x, p, q, sequence.chance)
     except FloatingPointError as error:
         raise _with_its_place(error, sequence, p, logits) from None
     betas = [(p[i][x[i]] if q is None else torch.minimum(p[i], q[i]).sum()).item() for i in range(min(n + 1, len(x)))]
     return [*x[:n], y], betas
+
+
+def _greedy(sequence: Sequence, x: list[int], q: Tensor | None, logits: Tensor) -> Verdict:
+    """What every rule that keeps the law comes to at temperature 0: drafts stand while each is the best token.
+
+    Looking for it takes a fraction of the time of making laws with all mass in one place and drawing from them.
+    """
+    best: list[int] = []
+    betas: list[float] = []
+    for i, row in enumerate(logits):
+        best.append(best_token(row, sequence.settings, sequence.prefix.then(x[:i])))
+        if i == len(x):
+            break
+        if q is not None:
+            draft_probability(q, i, x[i])
+        betas.append(float(best[i] == x[i]) if q is None else q[i, best[i]].item())
+        if best[i] != x[i]:
+            break
+    return best, betas
 
 
 def decides_on_device(sampler: Sampler) -> bool:

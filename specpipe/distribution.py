@@ -71,6 +71,19 @@ def probabilities(logits: Tensor, settings: GenerationSettings, prefix: Prefix =
     return _typical(p, settings.typical_p) if settings.typical_p < 1 else p
 
 
+def best_token(logits: Tensor, settings: GenerationSettings, prefix: Prefix = NOWHERE) -> int:
+    """Where `probabilities` at temperature 0 has all mass, of logits [V], without making them.
+
+    Raises:
+        FloatingPointError: if there is no such place: NaN or infinity in the logits, or nothing left.
+    """
+    scores = adjusted(logits, settings, prefix) if settings.depends_on_prefix else logits.to(_computing_dtype(logits))
+    best = int(argmax(scores))
+    if not math.isfinite(scores[best].item()):
+        raise FloatingPointError("a law without mass cannot be drawn from: NaN or overflow in the logits")
+    return best
+
+
 def in_vocabulary(logits: Tensor, size: int, ids: Tensor | None = None) -> Tensor:
     """Logits over a draft's own ids as logits over the target's, before any setting is applied to them.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +46,9 @@ class RowCache(Cache):
         lengths = [self.lengths[row] for row in rows]
         self._end, self.rows = max(lengths) + width, list(rows)
         positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
+        place = Place.of(positions, self._end, self.rows, len(self.lengths))
         for layer in self._row_layers:
-            layer.place(positions, self._end, rows, len(self.lengths))
+            layer.place = place
         self.positions = positions
         return positions
 
@@ -78,22 +79,36 @@ class RowCache(Cache):
         return twin
 
 
+class Place(NamedTuple):
+    """Where the next entries go: `positions` [rows, W] of some rows, out of `total`; the longest comes to `end`.
+
+    rows: [rows] int64, None if they are all in their order; alone: the only one, if there is only one.
+    """
+
+    positions: Tensor
+    end: int
+    total: int
+    rows: Tensor | None
+    alone: int | None
+
+    @classmethod
+    def of(cls, positions: Tensor, end: int, rows: Sequence[int], total: int) -> Place:
+        whole = list(rows) == list(range(total))
+        which = None if whole else torch.tensor(rows, device=positions.device)
+        return cls(positions, end, total, which, rows[0] if len(rows) == 1 else None)
+
+
 class RowLayer(CacheLayerMixin):
-    """Keys and values of one layer, [R, H, C, D] each."""
+    """Keys and values of one layer, [R, H, C, D] each; `place` says where the next update writes."""
 
     is_sliding = False
+    place: Place
 
     def rearrange(self, rows: list[int]) -> None:
         """New row b holds what old row `rows[b]` held."""
         if self.keys is not None and self.values is not None and rows != list(range(len(self.keys))):
             at = torch.tensor(rows, device=self.keys.device)
             self.keys, self.values = self.keys[at], self.values[at]
-
-    def place(self, positions: Tensor, end: int, rows: Sequence[int], total: int) -> None:
-        """Where the next update writes: `positions` [len(rows), W] of `rows`, out of `total`; L = `end`."""
-        self._positions, self._end, self._total = positions, end, total
-        self._alone = rows[0] if len(rows) == 1 else None
-        self._rows = None if list(rows) == list(range(total)) else torch.tensor(rows, device=positions.device)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: `update` allocates."""
@@ -106,35 +121,36 @@ class RowLayer(CacheLayerMixin):
     def room(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values [R, H, C, D], of the type of [.., H, .., D] ones, with room for what was announced."""
         keys, values = self.keys, self.values
-        if keys is None or values is None or self._end > keys.shape[2]:
+        if keys is None or values is None or self.place.end > keys.shape[2]:
             keys, values = self._allocate(key_states, keys), self._allocate(value_states, values)
             self.keys, self.values = keys, values
         return keys, values
 
     def get_seq_length(self) -> int:
-        return self._end - self._positions.shape[1]
+        return self.place.end - self.place.positions.shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._end, 0
+        return self.place.end, 0
 
     def get_max_length(self) -> int:
         return -1
 
     def _allocate(self, like: Tensor, old: Tensor | None = None) -> Tensor:
         capacity = SMALLEST
-        while capacity < self._end:
+        while capacity < self.place.end:
             capacity *= 2
         _, heads, _, size = like.shape
-        new = like.new_zeros(self._total, heads, capacity, size)
+        new = like.new_zeros(self.place.total, heads, capacity, size)
         if old is not None:
             new[:, :, : old.shape[2]] = old
         return new
 
     def _write(self, whole: Tensor, new: Tensor) -> Tensor:
-        if self._alone is not None:
-            row = slice(self._alone, self._alone + 1)
-            whole[row, :, self._end - new.shape[2] : self._end] = new
-            return whole[row, :, : self._end]
-        rows = torch.arange(new.shape[0], device=new.device) if self._rows is None else self._rows
-        whole[rows[:, None], :, self._positions] = new.transpose(1, 2)
-        return whole[:, :, : self._end] if self._rows is None else whole[rows, :, : self._end]
+        positions, end, _, which, alone = self.place
+        if alone is not None:
+            row = slice(alone, alone + 1)
+            whole[row, :, end - new.shape[2] : end] = new
+            return whole[row, :, :end]
+        rows = torch.arange(new.shape[0], device=new.device) if which is None else which
+        whole[rows[:, None], :, positions] = new.transpose(1, 2)
+        return whole[:, :, :end] if which is None else whole[rows, :, :end]

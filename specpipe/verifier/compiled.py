@@ -167,7 +167,7 @@ class CompiledModel:
         self._head = model.lm_head = _panels(model.lm_head, wide=True)
         norms = [norm for layer in self._layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
         self._norms = [norm.weight.detach().float().contiguous() for norm in (*norms, model.model.norm)]
-        self._rounds = model.dtype == torch.bfloat16
+        self._rounds, self._kinds = model.dtype == torch.bfloat16, layer_kinds(self.config)
         self._struct = self._described()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -208,7 +208,7 @@ class CompiledModel:
         like = states.new_empty(0, self._struct.shared, 0, first.head_dim, dtype=self.model.dtype)
         held = cache.room(like, [layer.layer_idx for layer in self._layers])
         reach = window(self.config) or 0
-        windows = [reach if kind == SLIDING else 0 for kind in layer_kinds(self.config)]
+        windows = [reach if kind == SLIDING else 0 for kind in self._kinds]
         keys, values = map(kernels.pointers, zip(*held, strict=True))
         capacity = held[0][0].shape[2]
         threads, rows = torch.get_num_threads(), max(1, TOGETHER // width)

@@ -220,9 +220,10 @@ class PanelLinear(nn.Module):
 
 
 class Pages:
-    """Memory for weights in pages of 2 MB, where the system has them: a third of the time of a pass goes to small ones.
+    """Memory for weights in pages of 2 MB, where the system has them: small ones cost a third of a pass.
 
-    Linux gives them to who asks. Weights are placed one behind the other; a chunk is free when none of its weights live.
+    Linux gives them to who asks. Weights are placed one behind the other; a chunk is free when none of its weights
+    live.
     """
 
     CHUNK, PAGE, LINE = 64 << 20, 2 << 20, 64  # bytes

@@ -20,8 +20,10 @@
 #include <sched.h>
 #include <time.h>
 
-#ifdef __AVX512BF16__
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 typedef float Eight __attribute__((vector_size(32)));
@@ -131,6 +133,24 @@ inline Eight load(const uint16_t *p) {
     return (Eight)(__builtin_convertvector(h, Bits) << 16);
 }
 
+// sum + a * b with one rounding, where the CPU has it. Compilers are told to fuse nothing by themselves: they would in one loop
+// and not in the next, and the bits of a number would depend on what stands beside it.
+inline Eight fused(Eight sum, Eight a, Eight b) {
+#if defined(__FMA__)
+    return (Eight)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+    float32x4_t s[2], x[2], y[2];
+    std::memcpy(s, &sum, sizeof s), std::memcpy(x, &a, sizeof x), std::memcpy(y, &b, sizeof y);
+    for (int i = 0; i < 2; i++) s[i] = vfmaq_f32(s[i], x[i], y[i]);
+    std::memcpy(&sum, s, sizeof s);
+    return sum;
+#else
+    return sum + a * b;
+#endif
+}
+
+inline Eight fused(Eight sum, Eight a, float b) { return fused(sum, a, Eight{} + b); }
+
 inline float rounded(float x) {  // to bfloat16, ties to even
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -152,15 +172,12 @@ inline Eight exponential(Eight x) {
     x = x < low ? low : x;  // both keep what is no number
     x = x > high ? high : x;
     const Eight magic = Eight{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
-    Eight n = (x * 1.44269504f + magic) - magic;
-    Eight r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+    Eight n = fused(magic, x, 1.44269504f) - magic;
+    Eight r = fused(fused(x, n, -0.693359375f), n, 2.12194440e-4f);
     Eight p = Eight{} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    for (const float each : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = fused(Eight{} + each, p, r);
+    p = fused(r, p, r * r) + 1.0f;
     Whole power = (__builtin_convertvector(n, Whole) + 127) << 23;
     return p * (Eight)power;
 }
@@ -193,7 +210,7 @@ inline void products(const float *const *queries, const float *keys, int size, f
     for (int i = 0; i < size; i += 8)
         for (int q = 0; q < Q; q++) {
             const Eight query = load(queries[q] + i);
-            for (int n = 0; n < 4; n++) found[q][n] += query * load(keys + n * size + i);
+            for (int n = 0; n < 4; n++) found[q][n] = fused(found[q][n], query, load(keys + n * size + i));
         }
     for (int q = 0; q < Q; q++) {
         const Four all = sums(found[q]) * scaling;
@@ -203,7 +220,7 @@ inline void products(const float *const *queries, const float *keys, int size, f
 
 inline float product(const float *query, const float *key, int size, float scaling) {
     Eight found = {};
-    for (int i = 0; i < size; i += 8) found += load(query + i) * load(key + i);
+    for (int i = 0; i < size; i += 8) found = fused(found, load(query + i), load(key + i));
     return sum(found) * scaling;
 }
 
@@ -216,7 +233,7 @@ inline void weigh(const float *const *weights, const float *values, int64_t coun
     for (int64_t at = 0; at < count; at++, values += size)
         for (int i = 0; i < N; i++) {
             const Eight value = load(values + 8 * i);
-            for (int q = 0; q < Q; q++) found[q][i] += value * weights[q][at];
+            for (int q = 0; q < Q; q++) found[q][i] = fused(found[q][i], value, weights[q][at]);
         }
     for (int q = 0; q < Q; q++)
         for (int i = 0; i < N; i++) store(sums[q] + 8 * i, found[q][i]);
@@ -259,8 +276,8 @@ inline void panel(const float *w, const float *x, int in, int token, int first, 
         const Eight u = load(w + 16 * (int64_t)k), v = load(w + 16 * (int64_t)k + 8);
         for (int n = 0; n < N; n++) {
             const float each = x[(int64_t)n * in + k];
-            a[n] += u * each;
-            b[n] += v * each;
+            a[n] = fused(a[n], u, each);
+            b[n] = fused(b[n], v, each);
         }
     }
     for (int n = 0; n < N; n++) keep(token + n, first, a[n], b[n]);
@@ -276,13 +293,13 @@ inline void panel(const uint16_t *w, const float *x, int in, int token, int firs
         std::memcpy(&v, w + 16 * (int64_t)k + 16, sizeof v);
         for (int n = 0; n < N; n++) {
             const float each = x[(int64_t)n * in + k];
-            a[n] += (Eight)(u << 16) * each;
-            b[n] += (Eight)(v << 16) * each;
+            a[n] = fused(a[n], (Eight)(u << 16), each);
+            b[n] = fused(b[n], (Eight)(v << 16), each);
         }
         for (int n = 0; n < N; n++) {
             const float each = x[(int64_t)n * in + k + 1];
-            a[n] += (Eight)(u & 0xffff0000u) * each;
-            b[n] += (Eight)(v & 0xffff0000u) * each;
+            a[n] = fused(a[n], (Eight)(u & 0xffff0000u), each);
+            b[n] = fused(b[n], (Eight)(v & 0xffff0000u), each);
         }
     }
     for (int n = 0; n < N; n++) keep(token + n, first, a[n], b[n]);
@@ -373,7 +390,7 @@ void product(Team &team, const Linear &linear, const float *x, int tokens, float
 // What brings a vector to a root mean square of 1.
 float to_one(const float *x, int size, float epsilon) {
     Eight squares = {};
-    for (int i = 0; i < size; i += 8) squares += load(x + i) * load(x + i);
+    for (int i = 0; i < size; i += 8) squares = fused(squares, load(x + i), load(x + i));
     return 1.0f / std::sqrt(sum(squares) / size + epsilon);
 }
 
@@ -567,7 +584,7 @@ extern "C" void run_head(const Heads *given, int32_t later, float *carry, const 
                 float *both = &mixed[t * hidden], *state = carry + t * hidden;
                 const float *token = &of_token[t * hidden];
                 for (int i = 0; i < hidden; i += 8)
-                    store(both + i, load(both + i) + load(token + i) * heads.token_weight);
+                    store(both + i, fused(load(both + i), load(token + i), heads.token_weight));
                 const float scale = to_one(both, hidden, heads.epsilon);
                 for (int i = 0; i < hidden; i++) {
                     const float x = both[i] * scale * heads.norm_weight[i] + heads.norm_bias[i];

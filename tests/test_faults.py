@@ -80,7 +80,8 @@ class Watching:
         self._press_at = press_at
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if frame.f_code.co_filename.startswith(PACKAGE):
+        closed_perhaps = frame.f_code.co_name == "<genexpr>"  # Python drops what is raised while it lets go of one
+        if frame.f_code.co_filename.startswith(PACKAGE) and not closed_perhaps:
             self.names.append(frame.f_code.co_name)
             if len(self.names) == self._press_at:
                 sys.settrace(None)

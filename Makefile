@@ -25,6 +25,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/forward.py
+	$(BIN)/python benchmarks/loop.py
 
 # Some 20 minutes, not part of the tests: 2,000 random requests in one process, memory and greedy texts checked.
 soak: $(READY)

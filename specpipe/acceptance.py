@@ -12,11 +12,18 @@ from specpipe.distribution import Prefix, Rows, best_token, log_probabilities
 from specpipe.draft import Draft
 from specpipe.errors import ContractError
 from specpipe.samplers import Sampler
-from specpipe.samplers.rejection import draft_probability
+from specpipe.samplers.block import Block
+from specpipe.samplers.exact_match import ExactMatch
+from specpipe.samplers.rejection import Rejection, draft_probability
 from specpipe.sequence import Sequence, Step, TokenLogprobs
 
 # The accepted drafts and the token behind them; beta = sum_x min(p, q) of each verified place.
 Verdict = tuple[list[int], list[float]]
+AGREEING = (
+    Rejection.accept,
+    Block.accept,
+    ExactMatch.accept,
+)  # rules that keep the law, and so agree where it is certain
 
 
 def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits: Tensor) -> Verdict:
@@ -24,7 +31,7 @@ def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits
     x, q = draft.row(b)
     p = Rows(logits, sequence.settings, sequence.prefix, x)
     try:
-        if sequence.settings.temperature == 0 and getattr(sampler, "lossless", False):
+        if sequence.settings.temperature == 0 and getattr(type(sampler), "accept", None) in AGREEING:
             return _greedy(sequence, x, q, logits)
         n, y = sampler.accept(x, p, q, sequence.chance)
     except FloatingPointError as error:
@@ -34,7 +41,7 @@ def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits
 
 
 def _greedy(sequence: Sequence, x: list[int], q: Tensor | None, logits: Tensor) -> Verdict:
-    """What every rule that keeps the law comes to at temperature 0: drafts stand while each is the best token.
+    """What the rules of AGREEING come to at temperature 0: drafts stand while each is the best token.
 
     Looking for it takes a fraction of the time of making laws with all mass in one place and drawing from them.
     """

@@ -13,6 +13,7 @@ from specpipe import cli
 from specpipe.bench import rounds
 from specpipe.bench.record import FILE
 from specpipe.draft import Draft
+from tests.stand_ins import saved_tiny
 
 QUICK = ["target=tiny", "target.device=cpu", "target.dtype=float32", "wandb=none", "generation.max_new_tokens=10"]
 ROWS = "".join(
@@ -202,6 +203,24 @@ def test_generate_of_hugging_face_is_a_row_of_the_same_table(bench: Any) -> None
         assert cell["summary"]["new_tokens"] == 30
         assert cell["summary"]["speedup"]["mean"] > 0
         assert cell["summary"]["tokens_per_target_pass"] is None
+
+
+def test_generate_is_assisted_by_a_draft_model_of_the_bench(bench: Any, tmp_path: Path) -> None:
+    saved_tiny(tmp_path / "model")
+    words = ["proposers=[{draft:{model:model,dtype:float32}}]", "peers=[hf]", "repeats=1", "predict=false"]
+    code, result, said = bench(*words, "generation.ignore_eos=true")
+    assert code == 0
+    assert [cell["proposer"] for cell in result["cells"] if cell["peer"]][-1] == "hf assisted"
+    assert "transformers" not in said.err
+
+
+def test_a_run_on_another_engine_does_not_go_on_with_it(bench: Any, tmp_path: Path) -> None:
+    assert bench("proposers=[ngram]", "repeats=1", "predict=false", "verifier=packed")[0] == 0
+    file = tmp_path / "run" / "result.json"
+    file.write_text(file.read_text().replace('"verifier": "packed"', '"verifier": "compiled"'))
+    code, _, said = bench("resume=run", out="other")
+    assert code == 2
+    assert said.err.startswith("specpipe: resume: 'run' ran compiled, and here the target runs packed")
 
 
 def test_texts_that_are_not_plain_decodings_are_an_answer_of_no(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import specpipe as package
+from specpipe.audit.reading import Answer, all_logits
 from specpipe.chance import Chance
 from specpipe.draft import Draft
 from specpipe.sequence import Sequence
@@ -307,6 +308,13 @@ def test_where_one_compiler_fails_the_next_is_tried(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(kernels, "COMPILERS", ("false", "c++"))
     assert kernels.program.__wrapped__().run_layers
+
+
+def test_an_audit_judges_by_the_models_own_rounding() -> None:
+    """The program gives float32 logits that are bfloat16 numbers: by float32's rounding near-ties would be faults."""
+    verifier = compiled(target_of(dtype="bfloat16"))
+    assert verifier.score([text([5, 9])], Draft.of([[]]))[0].dtype == torch.float32
+    assert all_logits(verifier, Answer([5, 9], [3, 20, 7]), 2).dtype == torch.bfloat16
 
 
 def test_a_target_can_be_prepared_more_than_once() -> None:

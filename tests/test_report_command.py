@@ -241,6 +241,11 @@ def test_runs_that_compare_are_not_warned_of() -> None:
     assert list(report.warnings(runs(decoded(), decoded("suffix"), benched(), machines=("A", "A")))) == []
 
 
+def test_speeds_of_two_engines_do_not_compare() -> None:
+    [line] = report.warnings(runs(decoded() | {"verifier": "packed"}, decoded() | {"verifier": "compiled"}))
+    assert "different engines, compare acceptance, not speed (run 1: packed; run 2: compiled)." in line
+
+
 def test_speeds_of_two_machines_do_not_compare() -> None:
     [line] = report.warnings(runs(decoded(), decoded(), machines=("A", "B")))
     assert "different machines, compare acceptance, not speed (run 1: A; run 2: B)." in line

@@ -167,7 +167,6 @@ def test_an_interrupted_step_leaves_nothing_behind() -> None:
 
     class Once(Rejection):
         tripped = False
-        lossless = False  # so that it is asked at temperature 0 as well
 
         def accept(self, *given: Any) -> tuple[int, int]:
             if not Once.tripped and given[3] is not None and len(given[0]) == 4:

@@ -7,7 +7,7 @@ slower. Prompts go in one by one, and the seconds to the first token are kept ap
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,10 +22,19 @@ from specpipe.pipeline import Pipeline
 from specpipe.prompts import Prompts
 from specpipe.sequence import Step
 from specpipe.settings import GenerationSettings
+from specpipe.verifier.quiet import quiet_transformers
 from specpipe.verifier.targets import Target
 
 PLAIN, LOOKUP, ASSISTED = "hf", "hf prompt lookup", "hf assisted"
 NOT_THEIRS = ("logit_bias", "frequency_penalty", "presence_penalty", "banned_token_ids", "min_new_tokens", "stop")
+
+
+def assistant_of(proposers: Iterable[Any], target: Target) -> Any:
+    """The causal LM of the first proposer that drafts with one in the target's own tokens, loaded anew; or None."""
+    for each in proposers:
+        if hasattr(each, "plain_model") and (model := each.plain_model(target)) is not None:
+            return model
+    return None
 
 
 class HuggingFace:
@@ -36,7 +45,7 @@ class HuggingFace:
         base: the pipeline whose prompts and seed it shares.
         prompts: to decode; first turns only.
         gamma: drafted tokens of a step.
-        assistant: a causal LM of `transformers` for assisted decoding.
+        assistant: a causal LM of `transformers` for assisted decoding, see `assistant_of`; None: there is none.
 
     Raises:
         UserError: naming `peers`, for settings and prompts that generate has no equal of.
@@ -74,7 +83,7 @@ class HuggingFace:
         watch = _Watch()
         self._model.generation_config = config
         torch.manual_seed(self._base.seed + number)
-        with torch.inference_mode():
+        with torch.inference_mode(), quiet_transformers():
             self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=watch, **more)
         return watch.steps()
 

@@ -184,9 +184,11 @@ def _build_all(grid: Grid) -> None:
 def _peers(config: DictConfig, grid: Grid, base: Pipeline, prompts: Prompts) -> Peers:
     if not grid.peers:
         return lambda setting: {}
-    from specpipe.bench.peers import HuggingFace
+    from specpipe.bench.peers import HuggingFace, assistant_of
 
-    engine = HuggingFace(build(config.target, "target"), base, prompts, grid.longest)
+    target = build(config.target, "target")
+    proposers = (build(node, f"proposers[{name}]") for name, node in grid.proposers.items())
+    engine = HuggingFace(target, base, prompts, grid.longest, assistant_of(proposers, target))
     return lambda setting: engine.cells(setting, grid)
 
 

@@ -83,6 +83,10 @@ class DistilledDraft(ModelProposer):
         prepare(model, int8=self.quantize is not None)
         self._use(model, target.vocabulary, context, SameTokens(ids.to(device) if trimmed else None))
 
+    def plain_model(self, target: Target) -> Any:
+        """Another copy of the draft, with its whole head, as `transformers` has such models."""
+        return self.load(target, drafting_device(target, None))[0]
+
     def load(self, target: Target, device: torch.device) -> tuple[Any, Tensor]:
         """The model with its whole head, and the ids [D] that it keeps. Raises UserError as `bind` does."""
         self._refuse_unless(vocabulary_hash(target.tokenizer) == self._card.vocabulary, target, "vocabulary")

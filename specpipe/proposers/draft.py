@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import Any
 
 import torch
 
@@ -45,13 +46,20 @@ class DraftModel(ModelProposer):
 
     def bind(self, target: Target) -> None:
         """Load the draft onto the target's device. Raises UserError if their tokenizers have too little in common."""
-        device = drafting_device(target, self.quantize)
-        draft = hf(model=self.model, dtype=self.dtype, device=str(device))
+        draft = self._loaded(drafting_device(target, self.quantize))
         refuse_unsupported(draft.model)
         plain_logits(draft.model)  # for what it refuses
         words = words_of(target, draft)
         prepare(draft.model, prepack=self.prepack, int8=self.quantize is not None)
         self._use(draft.model, target.vocabulary, draft.context, words)
+
+    def plain_model(self, target: Target) -> Any:
+        """Another copy of the draft, as `transformers` loads it; None if its tokens are not the target's."""
+        draft = self._loaded(drafting_device(target, None))
+        return draft.model if isinstance(words_of(target, draft), SameTokens) else None
+
+    def _loaded(self, device: torch.device) -> Target:
+        return hf(model=self.model, dtype=self.dtype, device=str(device))
 
 
 def quantization(quantize: str | None, dtype: str) -> str | None:

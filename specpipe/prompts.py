@@ -1,6 +1,6 @@
 """Where prompts come from (config group `prompts`). Knows files and their formats; knows nothing of models.
 
-All files may be packed with gzip. Those of JSON hold an object a line, or one list of objects.
+All files may be gzipped. Those of JSON hold an object a line, or one list of objects.
 """
 
 from __future__ import annotations

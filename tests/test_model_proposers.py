@@ -305,8 +305,8 @@ def tiny_parts() -> tuple[Any, Any]:
 
 
 def test_a_draft_model_checks_its_values_before_it_loads() -> None:
-    with pytest.raises(UserError, match="prepack"):
-        DraftModel(model="no/such", prepack="yes")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="min_confidence"):
+        DraftModel(model="no/such", min_confidence="high")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [{"quantize": "int4"}, {"quantize": "int8", "dtype": "float32"}])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specpipe.errors import UserError, choice, flag
+from specpipe.errors import UserError, choice
 from specpipe.proposers.model import ModelProposer
 from specpipe.proposers.translation import SameTokens, Translation
 from specpipe.verifier.prepared import prepare
@@ -24,7 +24,6 @@ class DraftModel(ModelProposer):
         model: hub id or local directory.
         dtype: of the draft's weights.
         draw, min_confidence, copy_bias: see `ModelProposer`.
-        prepack: on a CPU, pack the linear layers' weights once.
         quantize: `int8` keeps the weights of the linear layers but the head in 8 bits, see `Int8Linear`; on a CPU, with
             dtype bfloat16.
     """
@@ -37,11 +36,10 @@ class DraftModel(ModelProposer):
         draw: str = "sample",
         min_confidence: float = 0.0,
         copy_bias: Items[float] = (),
-        prepack: bool = True,
         quantize: str | None = None,
     ) -> None:
         super().__init__(draw=draw, min_confidence=min_confidence, copy_bias=copy_bias)
-        self.model, self.dtype, self.prepack = model, dtype, flag("prepack", prepack)
+        self.model, self.dtype = model, dtype
         self.quantize = quantization(quantize, dtype)
 
     def bind(self, target: Target) -> None:
@@ -50,7 +48,7 @@ class DraftModel(ModelProposer):
         refuse_unsupported(draft.model)
         plain_logits(draft.model)  # for what it refuses
         words = words_of(target, draft)
-        prepare(draft.model, prepack=self.prepack, int8=self.quantize is not None)
+        prepare(draft.model, int8=self.quantize is not None)
         self._use(draft.model, target.vocabulary, draft.context, words)
 
     def plain_model(self, target: Target) -> Any:

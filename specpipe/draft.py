@@ -53,6 +53,8 @@ class Draft:
         some = next((q for _, q in rows if q is not None), None)
         if some is None:
             return cls(plain.tokens, plain.lengths, None, sources)
+        if len(rows) == 1:
+            return cls(plain.tokens, plain.lengths, some[None], sources)
         probs = some.new_zeros(*plain.tokens.shape, vocabulary)
         for b, (x, q) in enumerate(rows):
             if q is not None:

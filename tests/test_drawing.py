@@ -1,12 +1,15 @@
-"""A greedy draft is the best token of its law, also where the law is never made."""
+"""A greedy draft is the best token of its law, also where the law is never made; a drawn one is drawn from its q."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from specpipe.chance import Chance
 from specpipe.distribution import argmax
-from specpipe.proposers.drawing import Vocabulary
+from specpipe.proposers.drawing import Drawing, Row, Vocabulary
+from specpipe.sequence import Sequence
+from specpipe.settings import GenerationSettings
 
 SIZE = 12
 IDS = {
@@ -48,3 +51,21 @@ def test_where_there_is_no_best_number_somebody_else_has_to_look(bad: float) -> 
     logits = torch.full((SIZE,), -torch.inf)
     logits[4] = bad
     assert Vocabulary(SIZE).best(logits, {5: 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_p": 0.6}, {"top_k": 2}, {"min_p": 0.3}, {"typical_p": 0.7}, {"temperature": 0.5}], ids=str
+)
+@pytest.mark.parametrize("kind", IDS)
+def test_a_law_over_a_drafts_own_ids_is_the_law_over_all_ids(kind: str, settings: dict[str, float]) -> None:
+    """Same tokens from the same random numbers, same q; a `min_confidence` that ends nothing asks for all ids."""
+    words = Vocabulary(SIZE, IDS[kind])
+    generator = torch.Generator().manual_seed(5)
+    asked = GenerationSettings(max_new_tokens=50, **{"temperature": 1.0} | settings)
+    rows = [Row(Sequence([1, 2, 1], asked, chance=Chance(7)), []) for _ in range(2)]
+    for _ in range(30):
+        logits = torch.randn(SIZE if IDS[kind] is None else len(IDS[kind]), generator=generator)
+        for row, confidence in zip(rows, (0.0, 1e-9), strict=True):
+            assert Drawing("sample", confidence, [1.0, 0.5]).take(row, logits, words)
+    assert rows[0].drafted == rows[1].drafted
+    assert all(torch.allclose(a, b) for a, b in zip(rows[0].laws, rows[1].laws, strict=True))

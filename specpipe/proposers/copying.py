@@ -10,6 +10,7 @@ where what the model believes has its say.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from weakref import WeakKeyDictionary
 
@@ -41,11 +42,7 @@ class Copying:
 
     def raised(self, logits: Tensor, sequence: Sequence, behind: list[int]) -> Tensor:
         """[V] the logits behind the request's tokens and the drafts `behind` them, a new tensor if any is raised."""
-        gains = self.gains(sequence, behind)
-        if not gains:
-            return logits
-        ids = torch.tensor(list(gains), device=logits.device)
-        return logits.index_add(-1, ids, torch.tensor(list(gains.values()), dtype=logits.dtype, device=logits.device))
+        return added(logits, self.gains(sequence, behind))
 
     def gains(self, sequence: Sequence, behind: list[int]) -> dict[int, float]:
         """What the logit of each token gains there, of those that gain anything."""
@@ -60,6 +57,14 @@ class Copying:
             for token in tokens:
                 gains[token] += gain
         return gains
+
+
+def added(logits: Tensor, gains: Mapping[int, float]) -> Tensor:
+    """[..., D] logits with something added at some places, a new tensor if at any."""
+    if not gains:
+        return logits
+    places = torch.tensor(list(gains), device=logits.device)
+    return logits.index_add(-1, places, torch.tensor(list(gains.values()), dtype=logits.dtype, device=logits.device))
 
 
 class Followers:

@@ -15,7 +15,7 @@ from torch import Tensor
 from specpipe.distribution import argmax, in_vocabulary, probabilities
 from specpipe.draft import Draft
 from specpipe.errors import choice, number
-from specpipe.proposers.copying import Copying
+from specpipe.proposers.copying import Copying, added
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 
@@ -52,11 +52,17 @@ class Drawing:
             best = words.best(logits, self._copying.gains(row.sequence, behind))
             if best is not None:
                 return row.add(best)
+        drawn = self.draw == "sample" and settings.temperature > 0
+        if drawn and not settings.depends_on_prefix and not self.min_confidence:
+            own = words.raised(logits, self._copying.gains(row.sequence, behind))
+            if own is not None:
+                law = probabilities(own, settings)
+                place = row.sequence.chance.propose(law)
+                return row.add(words.token(place), words.spread(law))
         logits = self._copying.raised(words.placed(logits), row.sequence, behind)
         q = probabilities(logits, settings, row.sequence.prefix.then(behind))
         if q.sum().isnan() and not logits.isnan().any():
             return False
-        drawn = self.draw == "sample" and settings.temperature > 0
         if self.min_confidence > 0 or not drawn:
             best = int(argmax(q))
             if self.min_confidence > 0 and _confidence(q, logits, settings)[best] < self.min_confidence:
@@ -100,6 +106,25 @@ class Vocabulary:
             if (raised, -each) > (best, -token):
                 best, token = raised, each
         return token if math.isfinite(best) else None
+
+    def raised(self, logits: Tensor, gains: Mapping[int, float]) -> Tensor | None:
+        """[D] logits after some ids have gained something, where a law over them serves as one over all V ids.
+
+        None where it does not: the ids are not in order or not all the target's, or they are all that it has.
+        """
+        place = self._places
+        if place is None or self.ids is None or logits.device.type != "cpu" or logits.shape[-1] != len(place):
+            return None
+        return added(logits, {place[each]: gain for each, gain in gains.items() if each in place})
+
+    def token(self, place: int) -> int:
+        """The id at a place of [D]."""
+        return self._in_order[place]
+
+    def spread(self, law: Tensor) -> Tensor:
+        """[V] of a law over [D]."""
+        assert self.ids is not None
+        return law.new_zeros(self.size).index_copy_(0, self.ids, law)
 
     @cached_property
     def _in_order(self) -> list[int] | range:

@@ -77,13 +77,13 @@ struct Pass {
 
 namespace {
 
-const int TOGETHER = 6;   // tokens whose sums stand in registers
+const int TOGETHER = 6;         // tokens whose sums stand in registers
 const int TOGETHER_PAIRS = 12;  // the same where pairs are multiplied at once
-const int AHEAD = 256;    // pairs of weights that are on their way to the cache of a core
-const int BLOCK = 96;     // tokens whose inputs stay in the cache of a core
-const int QUERIES = 32;   // of a group of heads that read keys and values together
-const double WIDENING = 1.5;  // what bringing keys and values to float32 takes, in queries
-const int SPAN = 64;      // keys that stay in the cache of a core
+const int AHEAD = 256;          // pairs of weights that are on their way to the cache of a core
+const int BLOCK = 96;           // tokens whose inputs stay in the cache of a core
+const int QUERIES = 32;         // of a group of heads that read keys and values together
+const double WIDENING = 1.5;    // what bringing keys and values to float32 takes, in queries
+const int SPAN = 64;            // keys that stay in the cache of a core
 
 // Threads of one call, which take their shares of what there is to do and wait for each other.
 //
@@ -194,13 +194,21 @@ inline float sum(Eight v) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
+template <int I, int J, int K, int L>
+inline Four picked(Four a, Four b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, I, J, K, L);
+#else
+    return __builtin_shuffle(a, b, FourWhole{I, J, K, L});
+#endif
+}
+
 // Each as `sum` has it.
 inline Four sums(const Eight *v) {
     const Four a = halved(v[0]), b = halved(v[1]), c = halved(v[2]), d = halved(v[3]);
-    const Four ab = __builtin_shuffle(a, b, FourWhole{0, 4, 1, 5}), ab_late = __builtin_shuffle(a, b, FourWhole{2, 6, 3, 7});
-    const Four cd = __builtin_shuffle(c, d, FourWhole{0, 4, 1, 5}), cd_late = __builtin_shuffle(c, d, FourWhole{2, 6, 3, 7});
-    const Four x = ab + ab_late, y = cd + cd_late;  // (0 + 2, 1 + 3) of a and b in turn, and of c and d
-    return __builtin_shuffle(x, y, FourWhole{0, 1, 4, 5}) + __builtin_shuffle(x, y, FourWhole{2, 3, 6, 7});
+    const Four x = picked<0, 4, 1, 5>(a, b) + picked<2, 6, 3, 7>(a, b);  // 0 + 2 and 1 + 3, of a and b in turn
+    const Four y = picked<0, 4, 1, 5>(c, d) + picked<2, 6, 3, 7>(c, d);
+    return picked<0, 1, 4, 5>(x, y) + picked<2, 3, 6, 7>(x, y);
 }
 
 // Of Q queries and 4 keys, [size] each; size = 8 vectors.

@@ -308,3 +308,21 @@ def test_nothing_is_said_of_nothing() -> None:
     assert best_cells([]) == []
     assert answer([], []) == "Nothing was measured yet."
     assert answer([], [cell("none", 1.0, None, None)]).startswith("Nothing with a draft was measured")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "chance"),
+    [(0.6, 0.9, False), (0.6, 1.1, True), (None, None, True)],
+    ids=["sure", "wide", "unknown"],
+)
+def test_an_answer_of_no_says_where_it_may_be_chance(low: float | None, high: float | None, chance: bool) -> None:
+    best = {
+        "temperature": 0.0,
+        "batch_size": 4,
+        "proposer": "suffix",
+        "num_speculative_tokens": 5,
+        "speedup": {"mean": 0.75, "low": low, "high": high},
+        "pays": False,
+        "break_even_alpha": None,
+    }
+    assert answer([best], []).endswith("which may be chance.") == chance

@@ -57,7 +57,8 @@ def _sentences(best: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         speedup = each["speedup"]
         if each["pays"] is False:
             opening = "no proposer is faster than plain decoding"
-            yield _capital(f"{where}{opening}; the best, {what}, reaches {said(speedup)}.")
+            chance = ", which may be chance" if speedup["high"] is None or speedup["high"] >= 1 else ""
+            yield _capital(f"{where}{opening}; the best, {what}, reaches {said(speedup)}{chance}.")
         elif each["pays"] is None:
             yield _capital(f"{where}{what} measured {said(speedup)} of plain decoding's speed, which may be chance.")
         else:

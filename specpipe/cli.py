@@ -81,6 +81,7 @@ def main(command: str | None = None) -> int:
     Returns 0, 1 (the answer is no), 2 (wrong input, not saved), 3 (not enough data for an answer), 130 (interrupted)
     or 141 (pipe closed).
     """
+    _open_missing()
     program, *words = sys.argv
     if command:
         return _run(command, program, words, typed=words)
@@ -99,6 +100,13 @@ def main(command: str | None = None) -> int:
         hint = nearest(command, COMMANDS)
         return _complain(UserError(f"no command {command!r}; there is {', '.join(COMMANDS)}.{hint}"))
     return _run(command, program, rest, typed=words)
+
+
+def _open_missing() -> None:
+    """A service may start with its standard streams closed: what would be said is not, and the run goes on."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _run(command: str, program: str, overrides: list[str], *, typed: list[str], shown_as: str | None = None) -> int:

@@ -173,17 +173,23 @@ class RunFolder:
         self._next_save = now + max(SAVE_EVERY_S, (now - start) / SAVE_SHARE)
 
 
+def folder_of_run(given: str | Path) -> Path:
+    """The folder of an earlier run, from itself or its result.json, which every run names when it ends."""
+    place = from_start(given)
+    return place.parent if place.name == RESULT else place
+
+
 def read_result(folder: str | Path, key: str) -> dict[str, Any]:
     """The content of result.json of an earlier run.
 
     Args:
-        folder: as meant where the command was typed.
+        folder: as meant where the command was typed; or the file itself.
         key: the configuration key that named it, for the message.
 
     Raises:
         UserError: if it is not the folder of a run, or the one that this run writes to.
     """
-    place = from_start(folder)
+    place = folder_of_run(folder)
     if HydraConfig.initialized() and place.resolve() == Path(HydraConfig.get().runtime.output_dir).resolve():
         raise UserError(f"{str(folder)!r} is where this run writes to; hydra.run.dir=... names another place.", key=key)
     try:

@@ -279,7 +279,8 @@ def test_code_that_others_could_have_put_there_is_not_loaded(
 
 
 @pytest.mark.parametrize(
-    ("named", "said"), [("false", "false failed"), ("no-such-compiler", "there is no C++ compiler")]
+    ("named", "said"),
+    [("false", "false failed: exit code 1"), ("no-such-compiler", "there is no C++ compiler 'no-such-compiler' (CXX)")],
 )
 def test_a_compiler_that_fails_is_no_crash(
     named: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

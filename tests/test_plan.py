@@ -321,7 +321,8 @@ def test_an_alpha_that_rounding_left_above_one_is_one(from_earlier: FromEarlier)
         ({"alpha": None}, "alpha: the run of `from` has none (nothing was drafted); give it: alpha=..."),
         (
             {"cost_ratio": None},
-            "cost_ratio: the run of `from` has none (no plain step or no draft was timed); give it: cost_ratio=...",
+            "cost_ratio: the run of `from` has none (it has no step without a draft to compare with; a bench has); "
+            "give it: cost_ratio=...",
         ),
     ],
 )

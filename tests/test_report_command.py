@@ -135,6 +135,15 @@ def test_the_terminal_shows_the_runs_and_a_short_table(specpipe: Run) -> None:
     assert f"report: {Path('out').resolve() / 'report.html'}" in ran.err.splitlines()
 
 
+def test_a_folder_without_a_result_is_left_out_and_named(specpipe: Run) -> None:
+    """As a refused command leaves one; a run may also be named by its result.json."""
+    Path("b/refused").mkdir(parents=True)
+    ran = specpipe(put("a/x", decoded()) + "/result.json", "b/refused")
+    assert ran.code == 0
+    assert len(found()["runs"]) == 1
+    assert "warning: 'b/refused' has no result.json and is left out." in ran.err
+
+
 def test_folders_may_be_given_as_the_key_they_are(specpipe: Run) -> None:
     put("it's {a}, b", decoded())
     assert specpipe("it's {a}, b").code == 0

@@ -21,12 +21,11 @@ from specpipe.commands.parts import INTERRUPTED, build_pipeline, chosen_prompts,
 from specpipe.config import build, plain
 from specpipe.draft_length import Fixed
 from specpipe.errors import UserError
-from specpipe.paths import from_start
 from specpipe.pipeline import Pipeline
 from specpipe.prompts import Prompts
 from specpipe.proposers.none import NoProposer
 from specpipe.report.bench import bench_page
-from specpipe.results import RunFolder, peak_memory, read_result
+from specpipe.results import RunFolder, folder_of_run, peak_memory, read_result
 from specpipe.theory import speedup
 
 PAGE = "report.html"
@@ -70,7 +69,7 @@ def run(config: DictConfig) -> int:
 
     with ending(out, tracker, view.note, done=(0, NOT_REPRODUCED, INTERRUPTED), last=last) as end:
         if config.resume is not None:
-            record.take_over(from_start(config.resume) / FILE)
+            record.take_over(folder_of_run(config.resume) / FILE)
         with view:
             for round_ in bench.rounds:
                 if round_ in record.done:
@@ -159,7 +158,7 @@ def resumed(config: DictConfig, choices: dict[str, str]) -> tuple[DictConfig, di
     """
     earlier = read_result(config.resume, "resume")
     whole = earlier.get("command") == "bench" and isinstance(earlier.get("config"), dict)
-    if not whole or not (from_start(config.resume) / FILE).is_file():
+    if not whole or not (folder_of_run(config.resume) / FILE).is_file():
         raise UserError(f"{config.resume!r} is not the folder of a bench.", key="resume")
     own, theirs = plain(config), earlier["config"]
     typed = [word.lstrip("+~").partition("=")[0].partition(".")[0] for word in HydraConfig.get().overrides.task]

@@ -11,8 +11,7 @@ import numpy as np
 
 from specpipe import theory
 from specpipe.errors import UserError
-from specpipe.paths import from_start
-from specpipe.results import read_result
+from specpipe.results import folder_of_run, read_result
 
 PARTS = ("target", "proposer", "sampler", "verifier", "draft_length", "generation", "lossless")  # of a run's result
 PLACE = ("proposer", "sampler", "temperature")  # of a cell, beside its batch size and gamma
@@ -73,7 +72,7 @@ def _taken(folder: str, result: Result, summary: Result, cell: Result) -> Measur
         cost_ratio=summary.get("cost_ratio"),
         per_position_acceptance=survival,
         about={part: result.get(part) for part in PARTS}
-        | {"from": {"folder": str(from_start(folder)), **told, "per_position_acceptance": survival}},
+        | {"from": {"folder": str(folder_of_run(folder)), **told, "per_position_acceptance": survival}},
     )
 
 

@@ -30,7 +30,7 @@ from specpipe.tracking import NoRun
 HEAD = 8  # columns of the terminal for a line of a table's head: nine of them fit into 80
 HIGHEST = {"alpha": 1.0, "cost_ratio": math.inf}
 FORMS = {"alpha": ".3g", "cost_ratio": ".3g", "break_even_alpha": ".3f", "gamma": "d", "best_gamma": "d"}
-WHY_NOT = {"alpha": "nothing was drafted", "cost_ratio": "no plain step or no draft was timed"}
+WHY_NOT = {"alpha": "nothing was drafted", "cost_ratio": "it has no step without a draft to compare with; a bench has"}
 
 Cell = dict[str, Any]  # one combination: alpha, cost_ratio, summary, curve
 

@@ -22,10 +22,9 @@ from specpipe.commands.parts import ending
 from specpipe.config import plain
 from specpipe.console import Console, written
 from specpipe.errors import UserError
-from specpipe.paths import from_start
 from specpipe.report.comparison import comparison_page, mean, shown
 from specpipe.report.page import interval, number
-from specpipe.results import PROVENANCE, RunFolder, read_result
+from specpipe.results import PROVENANCE, RESULT, RunFolder, folder_of_run, read_result
 from specpipe.tracking import NoRun
 
 Row = dict[str, Any]  # what one run measured with one setting; `run` is its number
@@ -44,7 +43,8 @@ def run(config: DictConfig) -> int:
         UserError: naming `folders`, before anything is written.
     """
     settled = plain(config)
-    runs = [_earlier(i, folder) for i, folder in enumerate(_folders(settled["folders"]), 1)]
+    folders, empty = _with_results(_folders(settled["folders"]))
+    runs = [_earlier(i, folder) for i, folder in enumerate(folders, 1)]
     head = {
         "command": "report",
         "config": settled,
@@ -52,7 +52,7 @@ def run(config: DictConfig) -> int:
         "rows": [row for each in runs for row in ROWS[each["result"]["command"]](each)],
         "differences": differences(runs),
         "mixed": mixed(runs),
-        "warnings": list(warnings(runs)),
+        "warnings": [*warnings(runs), *(f"{folder!r} has no {RESULT} and is left out." for folder in empty)],
     }
     folder = RunFolder(Path(HydraConfig.get().runtime.output_dir), head, dict)
     with ending(folder, NoRun(), _note) as end:
@@ -106,11 +106,19 @@ def _folders(given: Any) -> list[str]:
         raise UserError("none is given: specpipe report outputs/bench/*", key="folders")
     if not isinstance(folders, list) or not all(isinstance(each, str) and each for each in folders):
         raise UserError(f"{given!r} is not a list of run folders: specpipe report outputs/bench/*", key="folders")
-    places = [from_start(folder).resolve() for folder in folders]
+    places = [folder_of_run(folder).resolve() for folder in folders]
     for place, folder in zip(places, folders, strict=True):
         if places.count(place) > 1:
             raise UserError(f"{folder!r} is given twice.", key="folders")
     return folders
+
+
+def _with_results(folders: list[str]) -> tuple[list[str], list[str]]:
+    """Those of runs that came to a result, and those of others, such as refused ones; all, if none has one."""
+    has = {each: (folder_of_run(each) / RESULT).exists() or not folder_of_run(each).is_dir() for each in folders}
+    if not any(has.values()):
+        return folders, []
+    return [each for each in folders if has[each]], [each for each in folders if not has[each]]
 
 
 def _earlier(number: int, folder: str) -> Run:
@@ -120,9 +128,9 @@ def _earlier(number: int, folder: str) -> Run:
         raise UserError(f"{what} {', '.join(ROWS)}.", key="folders")
     return {
         "number": number,
-        "folder": from_start(folder),
+        "folder": folder_of_run(folder),
         "result": result,
-        "provenance": _provenance(from_start(folder)),
+        "provenance": _provenance(folder_of_run(folder)),
     }
 
 

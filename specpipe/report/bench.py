@@ -43,7 +43,8 @@ BODY = """\
 <section>
 <h2>All that was measured</h2>
 {% if cells %}
-<p class="small">Over all prompts; 95 % intervals in brackets. Press a head to sort by it.
+<p class="small">Over all prompts; 95 % intervals in brackets. Press a head to sort by it; the table can be moved
+sideways.
 {%- if peers %} Rows in grey are other programs' decoding of the same prompts with the same weights.{% endif %}</p>
 {{ cells }}
 {% else %}

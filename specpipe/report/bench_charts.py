@@ -100,7 +100,9 @@ class View:
     def where(self) -> str:
         """The temperature, the batch size, and the settings that were chosen."""
         settings = self.chosen_settings
-        chosen = f", each proposer with the draft length that was fastest there ({settings})" if settings else ""
+        chosen = (
+            f", each proposer with the longest draft allowed that was fastest there ({settings})" if settings else ""
+        )
         return f"At temperature {number(self.temperature)} and batch size {number(self.batch_size)}{chosen}."
 
     def along(self, cell: Cell, key: str) -> list[Cell]:
@@ -299,8 +301,8 @@ def _by_position(view: View) -> Drawn | None:
     plot = chart(by_step(series, steps, "place in the draft", "share of drafts"), f"acceptance by place. {told}")
     caption = (
         "How often a draft was right up to its first, second, third ... token, of the drafts that were so long. A "
-        "token counts only if all before it were accepted, so the curves fall; where one has come down, a longer draft "
-        "is wasted."
+        "token counts only if all before it were accepted, so the curves fall, but for the few drafts that were long "
+        "because they were likely; where one has come down, a longer draft is wasted."
     )
     return Drawn("Acceptance by place in the draft", caption, view.where, _wide(plot))
 

@@ -108,7 +108,8 @@ def program() -> ctypes.CDLL:
         else:
             loaded.scratch_for.restype = c_int64
             return loaded
-    raise reasons[0] if reasons else NoCompiler("there is no C++ compiler")
+    named = os.environ.get("CXX", "").strip()
+    raise reasons[0] if reasons else NoCompiler("there is no C++ compiler" + (f" {named!r} (CXX)" if named else ""))
 
 
 def _loaded(compiler: list[str]) -> ctypes.CDLL:
@@ -159,7 +160,8 @@ def _run(words: list[str]) -> str:
     try:
         return subprocess.run(words, check=True, capture_output=True, text=True, errors="replace").stdout
     except subprocess.CalledProcessError as error:
-        raise NoCompiler(f"{Path(words[0]).name} failed: {one_line(error.stderr)}") from error
+        said = " ".join(error.stderr.split())[:300] or f"exit code {error.returncode}"
+        raise NoCompiler(f"{Path(words[0]).name} failed: {said}") from error
     except OSError as error:
         raise NoCompiler(f"{words[0]}: {error.strerror}") from error
 

@@ -16,23 +16,22 @@ from specpipe.samplers.block import Block
 from specpipe.samplers.exact_match import ExactMatch
 from specpipe.samplers.rejection import Rejection, draft_probability
 from specpipe.sequence import Sequence, Step, TokenLogprobs
+from specpipe.settings import GenerationSettings
 
 # The accepted drafts and the token behind them; beta = sum_x min(p, q) of each verified place.
 Verdict = tuple[list[int], list[float]]
-AGREEING = (
-    Rejection.accept,
-    Block.accept,
-    ExactMatch.accept,
-)  # rules that keep the law, and so agree where it is certain
+# Rules that keep the law, and so agree where it leaves no choice.
+AGREEING = (Rejection.accept, Block.accept, ExactMatch.accept)
 
 
 def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits: Tensor) -> Verdict:
     """Row b's verdict, target laws made one by one as the sampler asks for them. logits: [k + 1, V]."""
     x, q = draft.row(b)
-    p = Rows(logits, sequence.settings, sequence.prefix, x)
+    before = sequence.prefix
+    p = Rows(logits, sequence.settings, before, x)
     try:
         if sequence.settings.temperature == 0 and getattr(type(sampler), "accept", None) in AGREEING:
-            return _greedy(sequence, x, q, logits)
+            return _greedy(sequence.settings, before, x, q, logits)
         n, y = sampler.accept(x, p, q, sequence.chance)
     except FloatingPointError as error:
         raise _with_its_place(error, sequence, p, logits) from None
@@ -40,7 +39,7 @@ def judge_row(sampler: Sampler, sequence: Sequence, draft: Draft, b: int, logits
     return [*x[:n], y], betas
 
 
-def _greedy(sequence: Sequence, x: list[int], q: Tensor | None, logits: Tensor) -> Verdict:
+def _greedy(settings: GenerationSettings, before: Prefix, x: list[int], q: Tensor | None, logits: Tensor) -> Verdict:
     """What the rules of AGREEING come to at temperature 0: drafts stand while each is the best token.
 
     Looking for it takes a fraction of the time of making laws with all mass in one place and drawing from them.
@@ -48,7 +47,7 @@ def _greedy(sequence: Sequence, x: list[int], q: Tensor | None, logits: Tensor) 
     best: list[int] = []
     betas: list[float] = []
     for i, row in enumerate(logits):
-        best.append(best_token(row, sequence.settings, sequence.prefix.then(x[:i])))
+        best.append(best_token(row, settings, before.then(x[:i])))
         if i == len(x):
             break
         if q is not None:

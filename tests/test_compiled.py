@@ -302,6 +302,9 @@ def test_a_compiler_command_may_have_words(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CXX", "env c++ -O1")
     [command] = kernels._compilers()
     assert command[1:] == ["c++", "-O1"]
+    monkeypatch.setenv("CXX", "c++ 'half a word")
+    with pytest.raises(NoCompiler, match="CXX: "):
+        kernels.program.__wrapped__()
 
 
 def test_where_one_compiler_fails_the_next_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

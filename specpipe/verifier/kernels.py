@@ -106,6 +106,7 @@ def program() -> ctypes.CDLL:
         except OSError as error:  # a cache that takes nothing, a file that is not for this machine
             reasons.append(NoCompiler(one_line(error)))
         else:
+            loaded.scratch_for.argtypes = (c_void_p, c_int64, c_int32, c_int32)
             loaded.scratch_for.restype = c_int64
             return loaded
     named = os.environ.get("CXX", "").strip()
@@ -151,7 +152,11 @@ def _compile(compiler: list[str], file: Path) -> Path:
 
 def _compilers() -> list[list[str]]:
     """Their commands: the one that CXX names, or those that there are."""
-    if named := shlex.split(os.environ.get("CXX", "")):
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise NoCompiler(f"CXX: {error}") from error
+    if named:
         return [[path, *named[1:]]] if (path := shutil.which(named[0])) else []
     return [[path] for path in map(shutil.which, COMPILERS) if path]
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -46,6 +47,16 @@ class InTheMiddle:
         if len(self._seen) == 3 and len(sequences[0].steps) == 2:
             type(self).happening()
         return Draft.of([[] for _ in sequences])
+
+
+class UntilNobodyReads(InTheMiddle):
+    """In the middle of the third request, waits until stdout is a pipe whose other end is closed."""
+
+    @staticmethod
+    def happening() -> None:
+        pipe = select.poll()
+        pipe.register(sys.stdout, 0)  # a closed pipe reports itself, asked for or not
+        pipe.poll(60_000)
 
 
 IN_THE_MIDDLE = ["proposer=none", f"proposer._target_={HERE}.InTheMiddle"]
@@ -270,7 +281,8 @@ def start(folder: Path, *overrides: str, **streams: Any) -> subprocess.Popen[byt
 
 def test_a_closed_pipe_ends_quietly_with_results_saved(tmp_path: Path, twelve: list[str]) -> None:
     """As in `decode | head -1`."""
-    with start(tmp_path / "run", *twelve, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    waits = ["proposer=none", f"proposer._target_={HERE}.UntilNobodyReads"]
+    with start(tmp_path / "run", *twelve, *waits, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(1)

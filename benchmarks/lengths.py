@@ -1,11 +1,13 @@
 """Does `draft_length=adaptive` find the length that pays? It and every fixed length on the same prompts, interleaved.
 
-    python benchmarks/lengths.py --prompts FILE.jsonl --per-category 2 [--longest 8] [--tokens 128] [words ...]
+    python benchmarks/lengths.py --prompts FILE.jsonl --per-category 2 [--repeats 3] [--longest 8] [--tokens 128]
+        [words ...]
 
-`words` are of the command line, such as proposer=suffix. Each prompt is decoded by all policies in shuffled order. Two
-figures by category: tokens/s relative to the best fixed length, as measured; and the same with each pass charged the
-median time of all passes of its width in the whole run, which compares the policies' choices without the noise of the
-machine (the best of many noisy figures is too good). Prompt passes are not counted.
+`words` are of the command line, such as proposer=suffix. Each prompt is decoded by all policies in shuffled order; each
+repeat is a run of its own, which knows nothing of those before. Two figures by category: tokens/s relative to the best
+fixed length as measured, by the median time of a prompt's repeats; and the same with each pass charged the median time
+of all passes of its width in all repeats, which compares the policies' choices without the noise of the machine (the
+best of many noisy figures is too good). Prompt passes are not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -42,38 +44,48 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--per-category", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--longest", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("words", nargs="*")
     asked = parser.parse_args()
     prompts = jsonl(path=asked.prompts, per_category=asked.per_category)
-    pipelines = made(asked)
-    next(iter(pipelines.values())).generate(prompts.texts[0])  # warm-up
+    base = build_pipeline(compose("decode", words(asked)))
+    base.generate(prompts.texts[0])  # warm-up
     order = random.Random(asked.seed)
-    steps: dict[str, dict[str, list[Step]]] = defaultdict(lambda: defaultdict(list))
-    for number, text in enumerate(prompts.texts):
-        category = (prompts.categories or [None] * len(prompts.texts))[number] or "all"
-        for name in order.sample(list(pipelines), len(pipelines)):
-            sequence = pipelines[name].sequences([text])[0]
-            steps[category][name] += [step for step in pipelines[name].decode(sequence) if not step.prefill]
-        print(f"{number + 1}/{len(prompts.texts)}", end="\r", file=sys.stderr, flush=True)
-    report(steps)
+    decoded: dict[str, dict[str, list[Repeats]]] = defaultdict(lambda: defaultdict(list))
+    for repeat in range(asked.repeats):
+        pipelines = made(base, asked)
+        place: Counter[str] = Counter()
+        for number, text in enumerate(prompts.texts):
+            category = (prompts.categories or [None] * len(prompts.texts))[number] or "all"
+            for name in order.sample(list(pipelines), len(pipelines)):
+                sequence = pipelines[name].sequences([text])[0]
+                steps = [step for step in pipelines[name].decode(sequence) if not step.prefill]
+                if repeat == 0:
+                    decoded[category][name].append([])
+                decoded[category][name][place[category]].append(steps)
+            place[category] += 1
+            print(f"repeat {repeat + 1}: {number + 1}/{len(prompts.texts)}", end="\r", file=sys.stderr, flush=True)
+    report(decoded)
     return 0
 
 
-def made(asked: argparse.Namespace) -> dict[str, Pipeline]:
+def words(asked: argparse.Namespace) -> list[str]:
+    return [*asked.words, f"num_speculative_tokens={asked.longest}", f"generation.max_new_tokens={asked.tokens}"]
+
+
+def made(base: Pipeline, asked: argparse.Namespace) -> dict[str, Pipeline]:
     """A pipeline for each policy, over one target; each has a proposer of its own."""
-    words = [*asked.words, f"num_speculative_tokens={asked.longest}", f"generation.max_new_tokens={asked.tokens}"]
-    config = compose("decode", words)
-    first = build_pipeline(config)
+    config = compose("decode", words(asked))
     policies = {str(k): Always(k) for k in range(asked.longest + 1)} | {"adaptive": Adaptive()}
     return {
         name: Pipeline(
-            verifier=first.verifier,
+            verifier=base.verifier,
             proposer=build(config.proposer, "proposer"),
-            sampler=first.sampler,
-            settings=first.settings,
+            sampler=base.sampler,
+            settings=base.settings,
             num_speculative_tokens=asked.longest,
             draft_length=policy,
         )
@@ -81,18 +93,21 @@ def made(asked: argparse.Namespace) -> dict[str, Pipeline]:
     }
 
 
-def report(steps: dict[str, dict[str, list[Step]]]) -> None:
+Repeats = list[list[Step]]  # one prompt's steps, by repeat
+
+
+def report(decoded: dict[str, dict[str, list[Repeats]]]) -> None:
     seen: dict[int, list[float]] = defaultdict(list)
-    for by_name in steps.values():
-        for each in by_name.values():
-            for step in each:
-                seen[step.drafted].append(sum(step.seconds.values()))
+    for step in (
+        step for by_name in decoded.values() for each in by_name.values() for r in each for s in r for step in s
+    ):
+        seen[step.drafted].append(seconds_of(step))
     typical = {drafted: median(seconds) for drafted, seconds in seen.items()}
-    print("median ms of a pass by drafted tokens:", {k: round(1000 * typical[k], 1) for k in sorted(typical)})
+    print("median ms of a pass by drafted tokens:", {k: round(1000 * typical[k], 2) for k in sorted(typical)})
     print("                                 as measured          by median times")
     print("category          best worst    adaptive/best /worst    adaptive/best /worst")
-    for category, by_name in [*steps.items(), ("all", pooled(steps))]:
-        measured = {name: rate(each, lambda step: sum(step.seconds.values())) for name, each in by_name.items()}
+    for category, by_name in [*decoded.items(), ("all", pooled(decoded))]:
+        measured = {name: rate(each, seconds_of) for name, each in by_name.items()}
         charged = {name: rate(each, lambda step: typical[step.drafted]) for name, each in by_name.items()}
         row = f"{category:<16}"
         for figures, width in ((measured, 14), (charged, 18)):
@@ -104,17 +119,22 @@ def report(steps: dict[str, dict[str, list[Step]]]) -> None:
         print(row, flush=True)
 
 
-def pooled(steps: dict[str, dict[str, list[Step]]]) -> dict[str, list[Step]]:
-    together: dict[str, list[Step]] = defaultdict(list)
-    for by_name in steps.values():
+def pooled(decoded: dict[str, dict[str, list[Repeats]]]) -> dict[str, list[Repeats]]:
+    together: dict[str, list[Repeats]] = defaultdict(list)
+    for by_name in decoded.values():
         for name, each in by_name.items():
             together[name] += each
     return together
 
 
-def rate(steps: list[Step], cost: Callable[[Step], float]) -> float:
-    """Tokens per second with a cost for each step."""
-    return sum(len(step.tokens) for step in steps) / sum(cost(step) for step in steps)
+def seconds_of(step: Step) -> float:
+    return sum(step.seconds.values())
+
+
+def rate(prompts: list[Repeats], cost: Callable[[Step], float]) -> float:
+    """Tokens per second with a cost for each step; of a prompt's repeats the median counts."""
+    tokens = sum(median(sum(len(step.tokens) for step in steps) for steps in repeats) for repeats in prompts)
+    return tokens / sum(median(sum(map(cost, steps)) for steps in repeats) for repeats in prompts)
 
 
 if __name__ == "__main__":

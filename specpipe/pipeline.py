@@ -31,7 +31,8 @@ class Pipeline:
     """Decodes prompts: proposer x verifier x sampler.
 
     Args:
-        verifier: the target behind one call (`score`, `roll_back`, `forget`, `target`, `device`).
+        verifier: the target behind one call (`score`, `roll_back`, `forget`, `target`, `device`); `expect`, if there is
+            one, is told gamma.
         proposer: who guesses.
         sampler: who accepts.
         settings: how tokens are drawn and when a request ends.
@@ -67,6 +68,8 @@ class Pipeline:
         self.draft_length = draft_length or Fixed()
         self.seed = integer("seed", seed, 0)
         self.score_drafts = score_drafts
+        if hasattr(verifier, "expect"):
+            verifier.expect(self.gamma)
         _refuse_foreign_ids(settings, verifier.target)
         bind(proposer, verifier.target)
         if hasattr(proposer, "attach"):

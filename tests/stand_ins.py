@@ -7,13 +7,16 @@ anything beside it, so a lost, stale or doubled entry changes the result at once
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from specpipe.audit.exact import explore
 from specpipe.audit.tables import FixedProposer, Rule
@@ -26,6 +29,7 @@ from specpipe.proposers.heads import KINDS, Heads
 from specpipe.samplers.rejection import Rejection
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
+from specpipe.verifier import compiled, graphs
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import Target, tiny
 from train.shards import Document
@@ -327,3 +331,31 @@ def law(pipeline: Pipeline, prompt: list[int]) -> dict[tuple[int, ...], float]:
     for ids, mass in explore(text):
         found[ids] = found.get(ids, 0.0) + mass
     return found
+
+
+def played(run: Callable[[], graphs.Outputs]) -> tuple[Callable[[], None], graphs.Outputs]:
+    """Stands for `graphs.record` where there is no GPU: what is played are the operations of one run of `run`.
+
+    The same ones over the same memory, with whatever numbers Python passed to them then, as in a CUDA graph; and what
+    looks at a number of a tensor cannot be recorded.
+    """
+    traced = make_fx(run)()
+    outputs = run()
+
+    def play() -> None:
+        for kept, made in zip(outputs, traced(), strict=True):
+            if kept is not None:
+                kept.copy_(made)
+
+    return play, outputs
+
+
+@contextmanager
+def recordable() -> Iterator[None]:
+    """Inside the block models on the CPU are recorded as they are on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "record", played)
+        patch.setattr(
+            compiled, "unrecorded", lambda model: "already" if isinstance(model, graphs.GraphedModel) else None
+        )
+        yield

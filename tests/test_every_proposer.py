@@ -7,6 +7,7 @@ one more line of PROPOSERS.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,30 @@ from specpipe.settings import GenerationSettings
 from specpipe.verifier.compiled import CompiledVerifier
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import Target
-from tests.stand_ins import TableModel, law, random_heads, saved_heads, sharpened, small
+from tests.stand_ins import TableModel, law, random_heads, recordable, saved_heads, sharpened, small
 
 NGRAM = "{_target_: specpipe.proposers.ngram.NgramProposer, min_ngram: 2}"
 OTHER = "{_target_: specpipe.proposers.draft.DraftModel, model: other}"
+SURE = "proposer.min_confidence=0.4"
 # Words of the command line. The models: `other` has another law, `foreign` a tokenizer that numbers the letters anew.
 PROPOSERS = {
     "none": ("proposer=none",),
     "ngram": ("proposer=ngram",),
     "suffix": ("proposer=suffix", "proposer.max_cached_tokens=0"),
     "table": ("proposer=table", "proposer.path=TABLE"),
+    "table, argmax": ("proposer=table", "proposer.path=TABLE", "proposer.draw=argmax"),
     "draft": ("proposer=draft", "proposer.model=other"),
     "draft, argmax": ("proposer=draft", "proposer.model=other", "proposer.draw=argmax"),
+    "draft, while sure": ("proposer=draft", "proposer.model=other", SURE),
     "draft, copying": ("proposer=draft", "proposer.model=other", "proposer.copy_bias=[1,0.5]"),
     "draft, another tokenizer": ("proposer=draft", "proposer.model=foreign"),
     "layer_skip": ("proposer=layer_skip", "proposer.layers=1"),
+    "layer_skip, argmax, while sure": ("proposer=layer_skip", "proposer.layers=1", "proposer.draw=argmax", SURE),
     "layer_skip, last layer": ("proposer=layer_skip", "proposer.layers=[1]"),
     "distilled": ("proposer=distilled", "proposer.path=DISTILLED", "proposer.dtype=float64"),
+    "distilled, argmax": ("proposer=distilled", "proposer.path=DISTILLED", "proposer.draw=argmax"),
     "mlp": ("proposer=mlp", "proposer.path=MLP"),
+    "mlp, argmax, while sure": ("proposer=mlp", "proposer.path=MLP", "proposer.draw=argmax", SURE),
     "mlp, copying": ("proposer=mlp", "proposer.path=MLP", "proposer.copy_bias=[1,0.5]"),
     "medusa": ("proposer=mlp", "proposer.path=MEDUSA"),
     "cascade": ("proposer=cascade", f"proposer.members=[{NGRAM},{OTHER}]"),
@@ -57,8 +64,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nucleus": {"temperature": 0.8, "top_p": 0.8},
     "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
 }
-# On a compiled target, whose laws are float32: each proposer with each sampler and all settings.
-COMPILED = [
+# On a compiled or recorded target, whose laws are float32: each proposer with each sampler and all settings.
+ENGINES = [
     (proposer, sampler, settings)
     for proposer in PROPOSERS
     for sampler, settings in zip((*SAMPLERS, "rejection"), SETTINGS, strict=True)
@@ -71,15 +78,15 @@ RAGGED = [[1, 2, 0, 1], [2], [0, 1], [1, 1, 2, 2, 0, 1, 1]]
 class Models:
     """A target of two layers and drafts, made once."""
 
-    def __init__(self, folder: Path, compiled: bool = False) -> None:
+    def __init__(self, folder: Path, real: bool = False) -> None:
         rules = [table(3, seed=seed, zeros=0) for seed in (3, 4, 7, 8)]
         model: Any = TableModel(rules[0], 3, 64, torch.float64, rules[1])
-        if compiled:
+        if real:
             model = sharpened(small("Llama", vocab_size=3)).float()
         self.target = Target(model, letters("abc"), "target", None)
-        self.verifier = CompiledVerifier(self.target) if compiled else EagerVerifier(self.target)
-        self.rule = self.read_alone if compiled else lambda ids: rules[0](ids) + rules[1](ids)
-        hidden = 32 if compiled else 3
+        self.verifier = CompiledVerifier(self.target) if real else EagerVerifier(self.target)
+        self.rule = self.read_alone if real else lambda ids: rules[0](ids) + rules[1](ids)
+        hidden = 32 if real else 3
         self.drafts = {
             "other": Target(TableModel(rules[2], 3, 64), letters("abc"), "other", None),
             "foreign": Target(TableModel(table(4, seed=8, zeros=0), 4, 64), letters("cab", "aa"), "foreign", None),
@@ -141,7 +148,13 @@ def read_by_table(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def read_by_program(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("compiled"), compiled=True)
+    return Models(tmp_path_factory.mktemp("compiled"), real=True)
+
+
+@pytest.fixture(scope="module")
+def read_by_recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    with recordable():
+        yield Models(tmp_path_factory.mktemp("recorded"), real=True)
 
 
 @pytest.fixture
@@ -154,6 +167,12 @@ def models(read_by_table: Models, monkeypatch: pytest.MonkeyPatch) -> Models:
 def compiled(read_by_program: Models, monkeypatch: pytest.MonkeyPatch) -> Models:
     monkeypatch.setattr("specpipe.proposers.draft.hf", lambda *, model, **asked: read_by_program.drafts[model])
     return read_by_program
+
+
+@pytest.fixture
+def recorded(read_by_recordings: Models, monkeypatch: pytest.MonkeyPatch) -> Models:
+    monkeypatch.setattr("specpipe.proposers.draft.hf", lambda *, model, **asked: read_by_recordings.drafts[model])
+    return read_by_recordings
 
 
 def error(models: Models, proposer: Any, sampler: str, settings: dict[str, Any]) -> float:
@@ -175,11 +194,19 @@ def test_requests_of_a_ragged_batch_have_the_ids_they_have_alone(
     same_alone(models, proposer, sampler, settings)
 
 
-@pytest.mark.parametrize(("proposer", "sampler", "settings"), COMPILED)
+@pytest.mark.parametrize(("proposer", "sampler", "settings"), ENGINES)
 def test_so_it_is_on_a_compiled_target(compiled: Models, proposer: str, sampler: str, settings: str) -> None:
     assert compiled.verifier.engine == "compiled"
     assert error(compiled, PROPOSERS[proposer], sampler, SETTINGS[settings]) <= 1e-5
     same_alone(compiled, proposer, sampler, settings)
+
+
+@pytest.mark.filterwarnings("ignore:passes are not recorded")  # drafts of Python tables look at numbers
+@pytest.mark.parametrize(("proposer", "sampler", "settings"), ENGINES)
+def test_so_it_is_where_passes_are_recorded(recorded: Models, proposer: str, sampler: str, settings: str) -> None:
+    assert recorded.verifier.engine == "graphs"
+    assert error(recorded, PROPOSERS[proposer], sampler, SETTINGS[settings]) <= 1e-5
+    same_alone(recorded, proposer, sampler, settings)
 
 
 def same_alone(models: Models, proposer: str, sampler: str, settings: str) -> None:

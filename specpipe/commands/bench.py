@@ -47,6 +47,7 @@ def run(config: DictConfig) -> int:
     _build_all(grid)
     tracker = build(config.wandb, "wandb")
     base = build_pipeline(config, NoProposer())
+    base.verifier.expect(grid.longest)
     record = Record()
     bench = Bench(config, grid, base, asked, _peers(config, grid, base, asked), record)
     figures = Figures(grid, bench, record)

@@ -35,7 +35,7 @@ class RowCache(Cache):
         """New row b is old row `rows[b]`, or an empty one where that is None."""
         self.lengths = [0 if row is None else self.lengths[row] for row in rows]
         for layer in self._row_layers:
-            layer.rearrange([row or 0 for row in rows])
+            layer.rearrange(rows)
 
     def place(self, width: int, device: torch.device, rows: Sequence[int]) -> Tensor:
         """Announce a forward over `width` new tokens in each of `rows`; the other rows rest.
@@ -44,13 +44,37 @@ class RowCache(Cache):
             [len(rows), width] positions of the new tokens, to be passed as `position_ids`.
         """
         lengths = [self.lengths[row] for row in rows]
-        self._end, self.rows = max(lengths) + width, list(rows)
         positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
-        place = Place.of(positions, self._end, self.rows, len(self.lengths))
+        self.rows = list(rows)
+        self.announce(Place.of(positions, max(lengths) + width, self.rows, len(self.lengths)))
+        return positions
+
+    def place_within(self, positions: Tensor, capacity: int) -> Place:
+        """For forwards over new tokens at whatever `positions` [rows, W] hold when they run, in the rows of the last.
+
+        They see all entries that there are places for, `capacity` as `reserve` gives it: the same operations over the
+        same memory each time, so that they can be recorded.
+        """
+        return Place.of(positions, capacity, self.rows, len(self.lengths))._replace(alone=None)
+
+    def announce(self, place: Place) -> None:
+        """The next forward writes there."""
+        self._end, self.positions = place.end, place.positions
         for layer in self._row_layers:
             layer.place = place
-        self.positions = positions
-        return positions
+
+    def reserve(self) -> int | None:
+        """Make room for the forward that was announced; the places of a row then, None if a layer holds nothing yet."""
+        places = {
+            None if layer.keys is None or layer.values is None else layer.room(layer.keys, layer.values)[0].shape[2]
+            for layer in self._row_layers
+        }
+        return places.pop() if len(places) == 1 else None
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where keys and values are in memory: as long as these are the same, what was recorded holds."""
+        held = (each for layer in self._row_layers for each in (layer.keys, layer.values))
+        return tuple(0 if each is None else each.data_ptr() for each in held)
 
     def room(self, like: Tensor, layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Of each of the `layers` all keys and values [R, H, C, D], with room for the forward that was announced.
@@ -103,12 +127,18 @@ class RowLayer(CacheLayerMixin):
 
     is_sliding = False
     place: Place
+    _most: tuple[Tensor, Tensor] | None = None  # keys and values with the rows that there is memory for
 
-    def rearrange(self, rows: list[int]) -> None:
-        """New row b holds what old row `rows[b]` held."""
-        if self.keys is not None and self.values is not None and rows != list(range(len(self.keys))):
-            at = torch.tensor(rows, device=self.keys.device)
-            self.keys, self.values = self.keys[at], self.values[at]
+    def rearrange(self, rows: Sequence[int | None]) -> None:
+        """New row b holds what old row `rows[b]` held, or anything; where it was, if there is memory for so many."""
+        if self._most is not None:
+            with torch.inference_mode():
+                keys, values = (_rearranged(each, rows) for each in self._most)
+            self._hold(keys, values, len(rows))
+
+    def _hold(self, keys: Tensor, values: Tensor, rows: int) -> None:
+        self._most = keys, values
+        self.keys, self.values = keys[:rows], values[:rows]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: `update` allocates."""
@@ -123,7 +153,7 @@ class RowLayer(CacheLayerMixin):
         keys, values = self.keys, self.values
         if keys is None or values is None or self.place.end > keys.shape[2]:
             keys, values = self._allocate(key_states, keys), self._allocate(value_states, values)
-            self.keys, self.values = keys, values
+            self._hold(keys, values, self.place.total)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -154,3 +184,14 @@ class RowLayer(CacheLayerMixin):
         rows = torch.arange(new.shape[0], device=new.device) if which is None else which
         whole[rows[:, None], :, positions] = new.transpose(1, 2)
         return whole[:, :, :end] if which is None else whole[rows, :, :end]
+
+
+def _rearranged(whole: Tensor, rows: Sequence[int | None]) -> Tensor:
+    """[M, ...] whose first rows are `rows` of it; the same memory, unless there are more of them."""
+    if len(rows) > len(whole):
+        return whole[torch.tensor([row or 0 for row in rows], device=whole.device)]
+    moved = [(new, old) for new, old in enumerate(rows) if old is not None and old != new]
+    if moved:
+        new, old = torch.tensor(moved, device=whole.device).T
+        whole[new] = whole[old]
+    return whole

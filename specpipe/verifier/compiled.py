@@ -1,4 +1,4 @@
-"""The verifier whose layers run as one compiled program, on a CPU.
+"""The verifier whose layers run as one compiled program on a CPU, and on a GPU as recorded passes (`graphs.py`).
 
 What a pass over a few tokens of a small model loses between its operations, a program without Python saves; and what
 remains is little more than reading the weights, once for all tokens of a pass. The program (`layers.cpp`) makes every
@@ -24,8 +24,9 @@ from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.verifier import kernels
 from specpipe.verifier.cache import RowCache
-from specpipe.verifier.eager import EagerVerifier
+from specpipe.verifier.eager import FREE, EagerVerifier
 from specpipe.verifier.fused import FusedLayer
+from specpipe.verifier.graphs import GraphedModel, unrecorded
 from specpipe.verifier.kernels import PanelLinear, program
 from specpipe.verifier.linear import plain_bias, plain_weight
 from specpipe.verifier.reader import Reader
@@ -44,22 +45,24 @@ TOKENS = 11  # of the text by which it is seen that a token's numbers are its ow
 class CompiledVerifier(EagerVerifier):
     """The target behind one call, compiled; where it cannot be, as an `EagerVerifier`, packed.
 
-    Compiling takes some seconds, once on a machine, and a C++ compiler. `engine` says what runs.
+    Compiling takes some seconds, once on a machine, and a C++ compiler. On a GPU passes are recorded when they first
+    come. `engine` says what runs: `compiled` or `graphs`, else as of an `EagerVerifier`.
 
     Args:
         target: the model whose law is kept.
         warn: say so, once, if there is no program for such a target; that there is no compiler is said in any case.
+        width: as of an `EagerVerifier`. The compiled program needs no `fixed` width to give the same logits in any.
 
     Raises:
         UserError: if the target's layers cannot be rolled back.
     """
 
-    def __init__(self, target: Target, *, warn: bool = True) -> None:
-        super().__init__(target, prepack=False)
-        unknown = unfit(target.model)
-        reason = unknown or self._compile()
+    def __init__(self, target: Target, *, warn: bool = True, width: str = FREE) -> None:
+        super().__init__(target, prepack=False, width=width)
+        recordable = unrecorded(target.model) is None
+        unknown = None if recordable else unfit(target.model)
+        reason = unknown or (self._record() if recordable else self._compile())
         if reason is None:
-            self.engine = "compiled"
             return
         self._prepare()
         if flag("warn", warn) or unknown is None:
@@ -77,10 +80,28 @@ class CompiledVerifier(EagerVerifier):
                 raise
             reason = "there is no memory for it"
         if reason is None:
-            self.reader = Reader(compiled)
+            self.reader, self.engine = Reader(compiled), "compiled"
         else:
             take_back(self.target.model)
         return reason
+
+    def expect(self, longest: int) -> None:
+        if self.engine != "compiled":
+            super().expect(longest)
+
+    def _record(self) -> str | None:
+        """Let the reader record its passes, or say why it does not."""
+        recorded = GraphedModel(self.target.model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                rehearse(recorded, self._expected)
+            except UserError as error:
+                return error.message
+        if recorded.given_up:
+            return recorded.given_up
+        self.reader, self.engine = Reader(GraphedModel(self.target.model)), "graphs"
+        return None
 
     def _wrong(self, compiled: CompiledModel) -> str | None:
         try:
@@ -128,10 +149,11 @@ def _as_described(layer: FusedLayer, first: FusedLayer) -> bool:
 
 
 def compiled_like(verifier: Any, model: Any) -> Any:
-    """What drafts for a compiled target, compiled too if there is a program for it; else the model itself."""
-    if getattr(verifier, "engine", None) != "compiled" or unfit(model) is not None:
-        return model
-    return CompiledModel(model)
+    """What drafts for a compiled or recorded target, done so too if that can be; else the model itself."""
+    engine = getattr(verifier, "engine", None)
+    if engine == "compiled" and unfit(model) is None:
+        return CompiledModel(model)
+    return GraphedModel(model) if engine == "graphs" and unrecorded(model) is None else model
 
 
 def take_back(model: Any) -> None:

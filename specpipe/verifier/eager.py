@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from specpipe.draft import Draft
-from specpipe.errors import flag
+from specpipe.errors import choice, flag
 from specpipe.sequence import Sequence
 from specpipe.verifier.prepared import prepare
 from specpipe.verifier.reader import Reader
 from specpipe.verifier.support import plain_logits, refuse_unsupported, rehearse
 from specpipe.verifier.targets import Target
+
+FREE, FIXED = "free", "fixed"  # widths
 
 
 class EagerVerifier:
@@ -20,6 +22,9 @@ class EagerVerifier:
         target: the model whose law is kept.
         prepack: on a CPU, pack the linear layers' weights once (see `linear.py`); same results up to rounding.
         fuse: where the architecture is known, run its layers in fewer operations (see `fused.py`); the same.
+        width: `fixed` reads as many tokens in every pass behind a prompt as the longest draft needs. Kernels round
+            differently for other widths, so only then do plain and speculative decoding see the same logits to the
+            last bit, of which bfloat16's near ties depend; `free` reads what there is.
 
     `engine` says what runs: `packed`, or `eager` if nothing was prepared. `reader` holds what was read of each request,
     for proposers made of the target's own layers or for its states.
@@ -28,7 +33,9 @@ class EagerVerifier:
         UserError: if the target's layers cannot be rolled back.
     """
 
-    def __init__(self, target: Target, *, prepack: bool = True, fuse: bool = True) -> None:
+    def __init__(self, target: Target, *, prepack: bool = True, fuse: bool = True, width: str = FREE) -> None:
+        self.width = choice("width", width, (FREE, FIXED))
+        self._longest = 0
         refuse_unsupported(target.model)
         self._expected = plain_logits(target.model)
         self.target = target
@@ -40,6 +47,12 @@ class EagerVerifier:
         rehearse(self.target.model, self._expected)
         self.engine = "packed" if self.prepared.fused or self.prepared.packed else "eager"
         self.reader = Reader(self.target.model)
+
+    def expect(self, longest: int) -> None:
+        """Drafts of up to so many tokens will come."""
+        self._longest = max(self._longest, longest)
+        if self.width == FIXED:
+            self.reader.width = 1 + self._longest
 
     def score(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
         """Row b: logits [k_b + 1, V] at the places of its k_b drafts and behind them."""

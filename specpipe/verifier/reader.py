@@ -22,8 +22,48 @@ from specpipe.verifier.windows import LookBack
 PIECE = 1024  # tokens of a text that are read in one pass, so that the memory of a pass does not grow with the prompt
 
 
+class Call:
+    """A pass of a model with a cache, in that model's words.
+
+    Args:
+        model: a decoder-only causal LM of `transformers`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        takes = inspect.signature(model.forward).parameters
+        self._narrow_head = "logits_to_keep" in takes
+        self._cache_word = "cache" if "cache" in takes else "past_key_values"  # its name before transformers 5.24
+
+    def __call__(self, ids: Tensor, masks: Any, position_ids: Tensor, cache: RowCache, keep: int | Tensor) -> Tensor:
+        """[B, kept columns, V] logits.
+
+        Args:
+            ids, position_ids: [B, W].
+            masks: as `LookBack` makes them.
+            keep: how many last columns have logits, 0 for all, or which, [n].
+        """
+        logits: Tensor = self._model(
+            input_ids=ids,
+            attention_mask=masks,
+            position_ids=position_ids,
+            use_cache=True,
+            **{self._cache_word: cache},
+            **({"logits_to_keep": keep} if self._narrow_head else {}),
+        ).logits
+        return logits if self._narrow_head else logits[:, columns_of(keep)]
+
+
+def columns_of(keep: int | Tensor) -> slice | Tensor:
+    """What to index with: how many last columns, 0 for all, or which."""
+    return slice(-keep, None) if isinstance(keep, int) else keep
+
+
 class Reader:
     """Reads requests with `model` and remembers what it has read of each until it is finished or forgotten.
+
+    `width`, if it is set, is that of every pass behind prompts, whatever it needs; so it has the same shapes, drafts
+    or none, and the last token of a prompt has a pass of its own.
 
     Args:
         model: a decoder-only causal LM of `transformers`, in eval mode.
@@ -32,9 +72,8 @@ class Reader:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        takes = inspect.signature(model.forward).parameters
-        self._narrow_head = "logits_to_keep" in takes
-        self._cache_word = "cache" if "cache" in takes else "past_key_values"  # its name before transformers 5.24
+        self.width: int | None = None
+        self._call = Call(model)
         self._owners: list[ref[Sequence]] = []  # of the cache's rows
         self._rows: list[int] = []  # of the sequences of the last call
         self._look_back = LookBack(model) if getattr(model, "takes_masks", True) else None
@@ -53,9 +92,10 @@ class Reader:
         fresh = [s.tokens[self.cache.lengths[row] :] for s, row in zip(sequences, self._rows, strict=True)]
         widths = [len(tokens) + k for tokens, k in zip(fresh, draft.lengths, strict=True)]
         first = [width - k - 1 for width, k in zip(widths, draft.lengths, strict=True)]
-        columns = _union(first, widths)
+        wide = max(self.width or 0, *widths)
+        columns = _union(first, widths) if self.width is None else list(range(wide))
         with self._states.watched() as given:
-            inputs = self._inputs(fresh, draft, max(widths))
+            inputs = self._inputs(fresh, draft, wide)
             logits = self._forward(inputs, self._rows, widths, columns)  # [B, len(columns), V]
         for row, width in zip(self._rows, widths, strict=True):
             self.cache.lengths[row] += width
@@ -136,23 +176,26 @@ class Reader:
         self.roll_back(sequences)  # a step that was interrupted could not
 
     def _read_pieces(self, sequences: list[Sequence]) -> None:
-        """Read on where much is unread, until no more than one piece is."""
+        """Read on where much is unread, until no more than one piece is; with a fixed width, one token."""
+        left = PIECE if self.width is None else 1
         unread = [(row, s.tokens[self.cache.lengths[row] :]) for s, row in zip(sequences, self._rows, strict=True)]
-        while unread := [(row, tokens) for row, tokens in unread if len(tokens) > PIECE]:
+        while unread := [(row, tokens) for row, tokens in unread if len(tokens) > left]:
             rows = [row for row, _ in unread]
-            ids = torch.tensor([tokens[:PIECE] for _, tokens in unread], dtype=torch.long, device=self.device)
-            self._forward(ids, rows, [PIECE] * len(rows), [PIECE - 1])
-            for row in rows:
-                self.cache.lengths[row] += PIECE
-            unread = [(row, tokens[PIECE:]) for row, tokens in unread]
+            pieces = [tokens[: PIECE if self.width is None else min(PIECE, len(tokens) - 1)] for _, tokens in unread]
+            widths = [len(piece) for piece in pieces]
+            self._forward(self._inputs(pieces, None, max(widths)), rows, widths, [max(widths) - 1])
+            for row, width in zip(rows, widths, strict=True):
+                self.cache.lengths[row] += width
+            unread = [(row, tokens[width:]) for (row, tokens), width in zip(unread, widths, strict=True)]
 
-    def _inputs(self, fresh: list[list[int]], draft: Draft, width: int) -> Tensor:
+    def _inputs(self, fresh: list[list[int]], draft: Draft | None, width: int) -> Tensor:
         """[B, width] ids: unread tokens, then drafts, then padding that no real token can see."""
         padded = [tokens + [0] * (width - len(tokens)) for tokens in fresh]
         ids = torch.tensor(padded, dtype=torch.long, device=self.device)
-        for b, (tokens, k) in enumerate(zip(fresh, draft.lengths, strict=True)):
-            if k:
-                ids[b, len(tokens) : len(tokens) + k] = draft.tokens[b, :k]
+        if draft is not None:
+            for b, (tokens, k) in enumerate(zip(fresh, draft.lengths, strict=True)):
+                if k:
+                    ids[b, len(tokens) : len(tokens) + k] = draft.tokens[b, :k]
         return ids
 
     def _forward(self, ids: Tensor, rows: list[int], widths: list[int], columns: list[int]) -> Tensor:
@@ -163,16 +206,10 @@ class Reader:
         keep: int | Tensor = len(columns)
         if columns != list(range(ids.shape[1] - len(columns), ids.shape[1])):
             keep = torch.tensor(columns, device=self.device)
+        masks = self._look_back and self._look_back.masks(self.cache, positions)
+        inside = torch.minimum(positions, last[:, None])  # padding stays inside the context
         with torch.inference_mode():
-            logits = self.model(
-                input_ids=ids,
-                attention_mask=self._look_back and self._look_back.masks(self.cache, positions),
-                position_ids=torch.minimum(positions, last[:, None]),  # padding stays inside the context
-                use_cache=True,
-                **{self._cache_word: self.cache},
-                **({"logits_to_keep": keep} if self._narrow_head else {}),
-            ).logits
-        return logits if self._narrow_head else logits[:, columns]
+            return self._call(ids, masks, inside, self.cache, keep)
 
 
 class Borrower(Reader):

@@ -6,7 +6,7 @@ They are caught at the door of the head, so they are the final ones, behind the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,19 +27,9 @@ class States:
         self._model = model
         self._kept: WeakKeyDictionary[Sequence, _Kept] = WeakKeyDictionary()
 
-    @contextmanager
-    def watched(self) -> Iterator[list[Tensor]]:
+    def watched(self) -> AbstractContextManager[list[Tensor]]:
         """What the head is given meanwhile."""
-        given: list[Tensor] = []
-        head = getattr(self._model, "get_output_embeddings", lambda: None)()
-        if head is None:
-            yield given
-            return
-        hook = head.register_forward_pre_hook(lambda head, inputs: given.extend(inputs[:1]))
-        try:
-            yield given
-        finally:
-            hook.remove()
+        return head_inputs(self._model)
 
     def keep(
         self, given: list[Tensor], sequences: list[Sequence], draft: Draft, columns: list[int], at: list[int]
@@ -70,6 +60,21 @@ class States:
             return None
         accepted = sequence.tokens[kept.start + 1 : kept.start + 1 + beyond]
         return kept.states[beyond] if accepted == kept.drafts[:beyond].tolist() else None
+
+
+@contextmanager
+def head_inputs(model: Any) -> Iterator[list[Tensor]]:
+    """What the head of a model is given meanwhile; nothing, if it names none."""
+    given: list[Tensor] = []
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        yield given
+        return
+    hook = head.register_forward_pre_hook(lambda head, inputs: given.extend(inputs[:1]))
+    try:
+        yield given
+    finally:
+        hook.remove()
 
 
 class _Kept(NamedTuple):

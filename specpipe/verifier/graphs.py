@@ -1,0 +1,180 @@
+"""Passes over a few tokens recorded once and played back, on a GPU.
+
+There a pass over a few tokens of a model takes less time than Python needs to ask for its hundreds of kernels. A CUDA
+graph asks for all of them at once. It plays the same kernels over the same memory, so a pass has one of a handful of
+widths, what it is given is copied to a fixed place, and attention reaches over all the places that the cache has and
+looks at those that count. The kernels are the model's own: same sums, same logits up to what another width rounds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specpipe.errors import one_line
+from specpipe.verifier.cache import Place, RowCache
+from specpipe.verifier.reader import Call, columns_of
+from specpipe.verifier.states import head_inputs
+from specpipe.verifier.windows import LookBack
+
+WIDTHS = (1, 2, 4, 8, 16)  # of recorded passes; wider ones read prompts, where asking is not what takes time
+MOST = 12  # recordings of a model; each has memory for its logits
+REHEARSALS = 2  # passes before the one that is recorded: libraries choose and set up kernels in the first ones
+
+
+class GraphedModel:
+    """Stands for a model of `transformers` where a `Reader` calls it.
+
+    Recordings are of one cache's memory: they are made anew when that moves, as when it grows. If one cannot be made,
+    all passes are the model's own from then on, and `given_up` says why.
+
+    Args:
+        model: on a CUDA device.
+    """
+
+    takes_masks = False  # it makes its own: those of recorded passes are part of the recording
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.config, self.given_up = model, model.config, ""
+        self._door = nn.Identity()  # through which goes what the head is given, for whoever watches it
+        self._call = Call(model)
+        self._has_head = getattr(model, "get_output_embeddings", lambda: None)() is not None
+        self._made: dict[tuple[tuple[int, ...], int], Recording] = {}  # by rows and width
+        self._addresses: tuple[int, ...] = ()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(self.model.parameters())
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self._door if self._has_head else None
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, cache: RowCache, logits_to_keep: int | Tensor = 0, **others: Any
+    ) -> Any:
+        """An object with `logits`, [B, kept columns, V].
+
+        Args:
+            input_ids: [B, W] of the rows that were announced to the cache; position_ids: [B, W].
+            logits_to_keep: how many last columns have logits, 0 for all, or which, [n].
+            others: what a model of `transformers` is told besides; it has no meaning here.
+        """
+        width = input_ids.shape[1]
+        recording = None if self.given_up else self._recording(cache, width)
+        if recording is None:
+            return self._own(input_ids, position_ids, cache, logits_to_keep)
+        logits, states = recording.play(input_ids, position_ids)
+        kept = columns_of(logits_to_keep)
+        if states is not None:
+            self._door(states[:, :width][:, kept].clone())
+        return SimpleNamespace(logits=logits[:, :width][:, kept].clone())  # the next pass writes over them
+
+    __call__ = forward
+
+    def _own(self, ids: Tensor, position_ids: Tensor, cache: RowCache, keep: int | Tensor) -> Any:
+        """The model's pass as it comes."""
+        masks = LookBack(self.model).masks(cache, cache.positions)
+        with head_inputs(self.model) as given:
+            logits = self._call(ids, masks, position_ids, cache, keep)
+        for states in given:
+            self._door(states)
+        return SimpleNamespace(logits=logits)
+
+    def _recording(self, cache: RowCache, width: int) -> Recording | None:
+        """Of a pass as wide as this or a little wider over the rows that were announced; None if there is none."""
+        wide = next((each for each in WIDTHS if each >= width), None)
+        if wide is None:
+            return None
+        positions = cache.place(wide, cache.positions.device, cache.rows)
+        capacity = cache.reserve()
+        if capacity is None:  # the first pass
+            cache.place(width, positions.device, cache.rows)
+            return None
+        if cache.addresses() != self._addresses:
+            self._made.clear()
+            self._addresses = cache.addresses()
+        key = tuple(cache.rows), wide
+        try:
+            if key not in self._made:
+                self._made[key] = self._recorded(cache, positions, capacity)
+        except Exception as error:  # a model may do what cannot be recorded, such as look at a number
+            self._give_up(one_line(error))
+            cache.place(width, positions.device, cache.rows)
+            return None
+        recording = self._made[key]
+        recording.positions.copy_(positions)
+        while len(self._made) > MOST:
+            del self._made[next(each for each in self._made if each != key)]
+        return recording
+
+    def _recorded(self, cache: RowCache, positions: Tensor, capacity: int) -> Recording:
+        """A recording; to make it, zeros are read at `positions`, where its first playing writes anew."""
+        positions, ids, position_ids = positions.clone(), torch.zeros_like(positions), torch.zeros_like(positions)
+        place = cache.place_within(positions, capacity)
+
+        def run() -> tuple[Tensor, Tensor | None]:
+            cache.announce(place)
+            masks = LookBack(self.model).masks(cache, positions)
+            with head_inputs(self.model) as given:
+                logits = self._call(ids, masks, position_ids, cache, 0)
+            return logits, given[0] if len(given) == 1 and given[0].dim() == 3 else None
+
+        play, (logits, states) = record(run)
+        return Recording(ids, positions, position_ids, logits, states, play, place)
+
+    def _give_up(self, reason: str) -> None:
+        self._made.clear()
+        self.given_up = reason
+        warnings.warn(f"passes are not recorded in CUDA graphs, which would be faster: {reason}", stacklevel=2)
+
+
+@dataclass
+class Recording:
+    """Fixed places in memory: ids, positions and position ids [B, W] in; logits [B, W, V] and head inputs out."""
+
+    ids: Tensor
+    positions: Tensor
+    position_ids: Tensor
+    logits: Tensor
+    states: Tensor | None
+    replay: Callable[[], None]
+    place: Place  # whose tensors it reads
+
+    def play(self, ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """With ids and position ids [B, W or fewer]; what stands behind them in the recording is read too."""
+        width = ids.shape[1]
+        self.ids[:, :width] = ids
+        self.position_ids[:] = position_ids[:, -1:]  # stays inside the context
+        self.position_ids[:, :width] = position_ids
+        self.replay()
+        return self.logits, self.states
+
+
+Outputs = tuple[Tensor, Tensor | None]
+
+
+def record(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """What plays the kernels of `run` again, and the tensors that it writes then. On the current CUDA device."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # as torch wants it before a recording
+        for _ in range(REHEARSALS):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    return graph.replay, outputs
+
+
+def unrecorded(model: Any) -> str | None:
+    """Why passes of a model are not recorded; None if they are."""
+    if isinstance(model, GraphedModel):
+        return "they are already"
+    device = next(model.parameters()).device.type
+    return None if device == "cuda" else f"it is on {device}"

@@ -3,10 +3,10 @@
     python benchmarks/gpu.py [--shape 1b --shape 8b] [--context 512] [--repeats 20] [--no-tests]
 
 Random weights of the shapes of Llama 3.2 1B and Llama 3.1 8B in bfloat16, made on the device, so nothing is downloaded.
-For each width the median time of a pass as it is decoded with, of the same kernels recorded once in a CUDA graph and
-played back, and of both over a pass of width 1: verification is cheap while that ratio is near 1. Then a step of plain
-and of speculative greedy decoding and how much of it is not in the models. Last the tests marked `gpu`.
-Without a GPU `--shape tiny` runs the same on the CPU, without graphs.
+For each width the median time of a pass kernel by kernel (`verifier=packed`) and recorded in a CUDA graph
+(`verifier=compiled`), and of both over a pass of width 1: verification is cheap while that ratio is near 1. Then for
+both a step of plain and of speculative greedy decoding, the width free or fixed, and how much of it is not in the
+models. Last the tests marked `gpu`. Without a GPU `--shape tiny` runs the same on the CPU, without graphs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +31,7 @@ from specpipe.proposers.none import NoProposer
 from specpipe.samplers.rejection import Rejection
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
+from specpipe.verifier.compiled import CompiledVerifier
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import Target, tiny
 
@@ -71,12 +71,14 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(torch.cuda.get_device_name() if device.type == "cuda" else "CPU", f"torch {torch.__version__}", flush=True)
     for name in asked.shape or (["1b", "8b"] if device.type == "cuda" else ["tiny"]):
-        verifier = EagerVerifier(random_target(name, device))
-        weights = sum(each.numel() * each.element_size() for each in verifier.target.model.parameters())
+        target = random_target(name, device)
+        weights = sum(each.numel() * each.element_size() for each in target.model.parameters())
         print(f"\n{name}: {weights / 2**30:.1f} GiB of weights, {asked.context} tokens before", flush=True)
-        passes(verifier, asked.context, asked.repeats)
-        loop(verifier, asked.context)
-        del verifier
+        verifiers = [EagerVerifier(target), CompiledVerifier(target)]
+        passes(verifiers, asked.context, asked.repeats)
+        for verifier in (*verifiers, CompiledVerifier(target, width="fixed")):
+            loop(verifier, asked.context)
+        del target, verifiers, verifier
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return 0 if asked.no_tests else subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu"], cwd=ROOT).returncode
@@ -101,55 +103,32 @@ def random_target(name: str, device: torch.device) -> Target:
     return Target(model.eval().requires_grad_(False), letters, name, None)
 
 
-def passes(verifier: EagerVerifier, context: int, repeats: int) -> None:
-    """Print a row for each width."""
-    device, vocabulary = verifier.device, verifier.target.vocabulary
+def passes(verifiers: list[EagerVerifier], context: int, repeats: int) -> None:
+    """Print a row for each width; the verifiers take turns."""
+    device, vocabulary = verifiers[0].device, verifiers[0].target.vocabulary
     ids = [(7 * i + 3) % vocabulary for i in range(context)]
-    text = Sequence(ids, GenerationSettings(max_new_tokens=1000), chance=Chance(0))
-    verifier.score([text], Draft.of([[]], device))
-    text.commit([ids[0]], 0, [])
-    print(f"{'width':<8}{'pass':>12}{'to width 1':>12}{'in a graph':>12}{'to width 1':>12}")
+    texts = [Sequence(ids, GenerationSettings(max_new_tokens=1000), chance=Chance(0)) for _ in verifiers]
+    for verifier, text in zip(verifiers, texts, strict=True):
+        verifier.score([text], Draft.of([[]], device))
+        text.commit([ids[0]], 0, [])
+    print(f"{'width':<8}" + "".join(f"{verifier.engine:>12}{'to width 1':>12}" for verifier in verifiers))
     first: list[float] = []
     for width in WIDTHS:
         draft = Draft.of([[1] * (width - 1)], device)
-
-        def scored(draft: Draft = draft) -> None:
-            verifier.score([text], draft)
-            verifier.roll_back([text])
-
-        times = [timed(scored, device, repeats)]
-        if device.type == "cuda":
-            times.append(timed(recorded(verifier, text, draft), device, repeats))
+        taken: list[list[float]] = [[] for _ in verifiers]
+        for repeat in range(WARM + repeats):
+            for verifier, text, seconds in zip(verifiers, texts, taken, strict=True):
+                start = time.perf_counter()
+                verifier.score([text], draft)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                if repeat >= WARM:
+                    seconds.append(time.perf_counter() - start)
+                verifier.roll_back([text])
+        times = [median(seconds) for seconds in taken]
         first = first or times
         cells = [f"{1000 * each:>9.2f} ms{each / one:>11.2f}x" for each, one in zip(times, first, strict=True)]
         print(f"{width:<8}{''.join(cells)}", flush=True)
-
-
-def recorded(verifier: EagerVerifier, text: Sequence, draft: Draft) -> Callable[[], None]:
-    """Plays the kernels of one pass over the text's last token and a draft; each time the same ones, over the same."""
-    reader, model = verifier.reader, verifier.target.model
-    verifier.score([text], draft)
-    verifier.roll_back([text])
-    width = 1 + draft.lengths[0]
-    positions = reader.cache.place(width, verifier.device, [0])
-    given = {
-        "input_ids": torch.full((1, width), 1, device=verifier.device),
-        "attention_mask": reader._look_back.masks(reader.cache, positions),
-        "position_ids": positions,
-        "use_cache": True,
-        reader._cache_word: reader.cache,
-    }
-    graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM):
-                model(**given)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            model(**given)
-    return graph.replay
 
 
 def loop(verifier: EagerVerifier, context: int) -> None:
@@ -162,25 +141,13 @@ def loop(verifier: EagerVerifier, context: int) -> None:
             settings=GenerationSettings(max_new_tokens=STEPS, ignore_eos=True),
             num_speculative_tokens=5,
         )
-        sequence = pipeline.sequences([[(5 * i + 1) % 50 for i in range(context)]])[0]
-        steps = [step.seconds for step in pipeline.decode(sequence) if not step.prefill]
+        for _ in range(2):  # once more than is looked at: recordings are made in the first
+            sequence = pipeline.sequences([[(5 * i + 1) % 50 for i in range(context)]])[0]
+            steps = [step.seconds for step in pipeline.decode(sequence) if not step.prefill]
         total = sum(sum(each.values()) for each in steps)
         outside = sum(seconds for each in steps for part, seconds in each.items() if part != "verify")
-        name, ms = type(proposer).__name__, 1000 / len(steps)
+        name, ms = f"{verifier.engine}, {verifier.width} width, {type(proposer).__name__}", 1000 / len(steps)
         print(f"{name}: {ms * total:.2f} ms a step, {ms * outside:.2f} of it outside the target's pass", flush=True)
-
-
-def timed(work: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Seconds, the median of some repeats."""
-    taken = []
-    for repeat in range(WARM + repeats):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if repeat >= WARM:
-            taken.append(time.perf_counter() - start)
-    return median(taken)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from specpipe.proposers.counts import vocabulary_hash
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.text import TextCodec
-from specpipe.verifier.eager import EagerVerifier
+from specpipe.verifier.compiled import CompiledVerifier
 from specpipe.verifier.smollm2 import cache_root
 from specpipe.verifier.support import ROUNDING, difference
 from specpipe.verifier.targets import Target
@@ -221,7 +221,7 @@ class Corpus:
     """Text that is on disk, whole, for one target.
 
     folder: of the shards. origin: what the text depends on. shards: by name, what the manifest says of each. fresh:
-    whether some of it was written a moment ago, by a target whose linear layers were packed for it.
+    whether some of it was written a moment ago, by a target whose linear layers were compiled or packed for it.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Writer:
     """Lets a target answer prompts in batches, keeping the state that each token was drawn from."""
 
     def __init__(self, target: Target, text: TargetText) -> None:
-        self._reader = EagerVerifier(target).reader
+        self._reader = CompiledVerifier(target, warn=False).reader
         self._eos = frozenset(target.eos_ids)
         self._text = text
         self._tokens = 0

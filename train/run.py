@@ -56,7 +56,7 @@ def run(config: DictConfig) -> int:
         note(f"{corpus.train.generated:,} tokens to train on, {corpus.val.generated:,} to validate, in {corpus.folder}")
         return 0
     lightning.seed_everything(config.seed, verbose=False)
-    if corpus.fresh:  # the linear layers of who wrote it are packed
+    if corpus.fresh:  # the linear layers of who wrote it are compiled or packed
         target = build(config.target, "target")
     return Fit(config, data, corpus, target, folder, **parts).run(checkpoint)
 

@@ -111,9 +111,14 @@ class Sequence:
         """What was committed, as the sampling settings see it."""
         return Prefix(self.tokens[: self.prompt_length], self.new_tokens, self.stop_ids)
 
+    @property
+    def longest(self) -> int:
+        """Tokens that it has at most when it is finished, the prompt's among them."""
+        return min(end for end, _ in self._ends)
+
     def room(self, wanted: int) -> int:
         """How many drafts the next step may score: never so many that a limit would cut the block."""
-        return max(0, min(wanted, min(end for end, _ in self._ends) - len(self.tokens) - 1))
+        return max(0, min(wanted, self.longest - len(self.tokens) - 1))
 
     def commit(self, block: Tokens[int], drafted: int, overlaps: Tokens[float], *, prefill: bool = False) -> Step:
         """Take a step's tokens, the accepted drafts and one more, up to the first stop or limit inside the block."""

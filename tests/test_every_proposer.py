@@ -182,7 +182,7 @@ def error(models: Models, proposer: Any, sampler: str, settings: dict[str, Any])
 
 @pytest.mark.parametrize(("proposer", "sampler", "settings"), CASES)
 def test_one_request_has_exactly_the_targets_law(models: Models, proposer: str, sampler: str, settings: str) -> None:
-    bound = 1e-6 if proposer == "table" else 1e-12  # a table's law is float32
+    bound = 1e-6 if proposer.startswith("table") else 1e-12  # a table's law is float32
     assert error(models, PROPOSERS[proposer], sampler, SETTINGS[settings]) <= bound
 
 
@@ -207,6 +207,14 @@ def test_so_it_is_where_passes_are_recorded(recorded: Models, proposer: str, sam
     assert recorded.verifier.engine == "graphs"
     assert error(recorded, PROPOSERS[proposer], sampler, SETTINGS[settings]) <= 1e-5
     same_alone(recorded, proposer, sampler, settings)
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_so_it_is_in_passes_of_a_fixed_width(models: Models, monkeypatch: pytest.MonkeyPatch, proposer: str) -> None:
+    bound = 1e-6 if proposer.startswith("table") else 1e-12
+    monkeypatch.setattr(models, "verifier", EagerVerifier(models.target, width="fixed"))
+    assert error(models, PROPOSERS[proposer], "rejection", SETTINGS["temperature 1"]) <= bound
+    same_alone(models, proposer, "rejection", "temperature 1")
 
 
 def same_alone(models: Models, proposer: str, sampler: str, settings: str) -> None:

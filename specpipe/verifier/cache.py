@@ -37,8 +37,10 @@ class RowCache(Cache):
         for layer in self._row_layers:
             layer.rearrange(rows)
 
-    def place(self, width: int, device: torch.device, rows: Sequence[int]) -> Tensor:
+    def place(self, width: int, device: torch.device, rows: Sequence[int], least: int = 0) -> Tensor:
         """Announce a forward over `width` new tokens in each of `rows`; the other rows rest.
+
+        It sees as many entries as the longest row has then, or `least`, if that is more; its mask hides the rest.
 
         Returns:
             [len(rows), width] positions of the new tokens, to be passed as `position_ids`.
@@ -46,7 +48,9 @@ class RowCache(Cache):
         lengths = [self.lengths[row] for row in rows]
         positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
         self.rows = list(rows)
-        self.announce(Place.of(positions, max(lengths) + width, self.rows, len(self.lengths)))
+        self.announce(
+            Place.of(positions, max(least, *(n + width for n in lengths)), self.rows, lengths, len(self.lengths))
+        )
         return positions
 
     def place_within(self, positions: Tensor, capacity: int) -> Place:
@@ -55,7 +59,7 @@ class RowCache(Cache):
         They see all entries that there are places for, `capacity` as `reserve` gives it: the same operations over the
         same memory each time, so that they can be recorded.
         """
-        return Place.of(positions, capacity, self.rows, len(self.lengths))._replace(alone=None)
+        return Place.of(positions, capacity, self.rows, None, len(self.lengths))
 
     def announce(self, place: Place) -> None:
         """The next forward writes there."""
@@ -104,22 +108,24 @@ class RowCache(Cache):
 
 
 class Place(NamedTuple):
-    """Where the next entries go: `positions` [rows, W] of some rows, out of `total`; the longest comes to `end`.
+    """Where the next entries go: `positions` [rows, W] of some rows, out of `total`; they see those before `end`.
 
-    rows: [rows] int64, None if they are all in their order; alone: the only one, if there is only one.
+    rows: [rows] int64, None if they are all in their order; alone: the only one and its first position, if known.
     """
 
     positions: Tensor
     end: int
     total: int
     rows: Tensor | None
-    alone: int | None
+    alone: tuple[int, int] | None
 
     @classmethod
-    def of(cls, positions: Tensor, end: int, rows: Sequence[int], total: int) -> Place:
+    def of(cls, positions: Tensor, end: int, rows: Sequence[int], lengths: Sequence[int] | None, total: int) -> Place:
+        """lengths: of the rows, if they are known."""
         whole = list(rows) == list(range(total))
         which = None if whole else torch.tensor(rows, device=positions.device)
-        return cls(positions, end, total, which, rows[0] if len(rows) == 1 else None)
+        alone = (rows[0], lengths[0]) if len(rows) == 1 and lengths is not None else None
+        return cls(positions, end, total, which, alone)
 
 
 class RowLayer(CacheLayerMixin):
@@ -157,6 +163,7 @@ class RowLayer(CacheLayerMixin):
         return keys, values
 
     def get_seq_length(self) -> int:
+        """Entries before the new ones, of the longest row."""
         return self.place.end - self.place.positions.shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -178,8 +185,8 @@ class RowLayer(CacheLayerMixin):
     def _write(self, whole: Tensor, new: Tensor) -> Tensor:
         positions, end, _, which, alone = self.place
         if alone is not None:
-            row = slice(alone, alone + 1)
-            whole[row, :, end - new.shape[2] : end] = new
+            row, start = slice(alone[0], alone[0] + 1), alone[1]
+            whole[row, :, start : start + new.shape[2]] = new
             return whole[row, :, :end]
         rows = torch.arange(new.shape[0], device=new.device) if which is None else which
         whole[rows[:, None], :, positions] = new.transpose(1, 2)

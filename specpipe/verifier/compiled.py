@@ -17,11 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specpipe.chance import Chance
-from specpipe.draft import Draft
 from specpipe.errors import UserError, flag, one_line, ran_out_of_memory
-from specpipe.sequence import Sequence
-from specpipe.settings import GenerationSettings
 from specpipe.verifier import kernels
 from specpipe.verifier.cache import RowCache
 from specpipe.verifier.eager import FREE, EagerVerifier
@@ -30,7 +26,7 @@ from specpipe.verifier.graphs import GraphedModel, unrecorded
 from specpipe.verifier.kernels import PanelLinear, program
 from specpipe.verifier.linear import plain_bias, plain_weight
 from specpipe.verifier.reader import Reader
-from specpipe.verifier.support import rehearse
+from specpipe.verifier.support import rehearse, same_bits
 from specpipe.verifier.targets import Target
 from specpipe.verifier.windows import SLIDING, layer_kinds, window
 
@@ -39,7 +35,7 @@ TYPES = (torch.bfloat16, torch.float32)
 LANES = 8  # numbers of a vector: sizes are multiples
 TOGETHER = 2048  # tokens of one call: what it needs beside the weights grows with them
 UNHEARD = 10**10  # multiply-adds of one call, in which no Ctrl-C is heard: a fraction of a second
-TOKENS = 11  # of the text by which it is seen that a token's numbers are its own
+TOKENS = 10  # drafted by which it is seen that a token's numbers are its own
 
 
 class CompiledVerifier(EagerVerifier):
@@ -108,7 +104,9 @@ class CompiledVerifier(EagerVerifier):
             rehearse(compiled, self._expected)
         except UserError as error:
             return error.message
-        return None if _same_bits(compiled) else "on this machine its numbers depend on what shares a pass"
+        return (
+            None if same_bits(Reader(compiled), TOKENS) else "on this machine its numbers depend on what shares a pass"
+        )
 
 
 def unfit(model: Any) -> str | None:
@@ -284,20 +282,6 @@ class CompiledModel:
             self.config.rms_norm_eps,
             first.scaling,
         )
-
-
-def _same_bits(compiled: CompiledModel) -> bool:
-    """Whether tokens read one by one have the logits of one pass over all, in which sums are made in other groups."""
-    size = compiled.config.vocab_size
-    ids = [(7 * i + 3) % size for i in range(TOKENS)]
-    reader, none = Reader(compiled), Draft.of([[]])
-    whole, stepped = (Sequence(ids[:1], GenerationSettings(max_new_tokens=TOKENS), chance=Chance(0)) for _ in range(2))
-    [rows] = reader.read([whole], Draft.of([ids[1:]]))
-    for row, token in zip(rows, [*ids[1:], 0], strict=True):
-        if not torch.equal(reader.read([stepped], none)[0][0], row):
-            return False
-        stepped.commit([token], 0, [])
-    return True
 
 
 def _plain(linear: Any) -> Any:

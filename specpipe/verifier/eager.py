@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import Tensor
 
 from specpipe.draft import Draft
@@ -9,7 +11,7 @@ from specpipe.errors import choice, flag
 from specpipe.sequence import Sequence
 from specpipe.verifier.prepared import prepare
 from specpipe.verifier.reader import Reader
-from specpipe.verifier.support import plain_logits, refuse_unsupported, rehearse
+from specpipe.verifier.support import plain_logits, refuse_unsupported, rehearse, same_bits
 from specpipe.verifier.targets import Target
 
 FREE, FIXED = "free", "fixed"  # widths
@@ -22,9 +24,10 @@ class EagerVerifier:
         target: the model whose law is kept.
         prepack: on a CPU, pack the linear layers' weights once (see `linear.py`); same results up to rounding.
         fuse: where the architecture is known, run its layers in fewer operations (see `fused.py`); the same.
-        width: `fixed` reads as many tokens in every pass behind a prompt as the longest draft needs. Kernels round
-            differently for other widths, so only then do plain and speculative decoding see the same logits to the
-            last bit, of which bfloat16's near ties depend; `free` reads what there is.
+        width: `fixed` reads as many tokens in every pass behind a prompt as the longest draft needs, and looks at as
+            many places as the text may have. Kernels round differently for other shapes, and near ties of bfloat16
+            depend on it: so plain and speculative decoding of one request at a time see the same logits to the last
+            bit, on most machines, and it is said if not. `free` reads what there is.
 
     `engine` says what runs: `packed`, or `eager` if nothing was prepared. `reader` holds what was read of each request,
     for proposers made of the target's own layers or for its states.
@@ -50,9 +53,14 @@ class EagerVerifier:
 
     def expect(self, longest: int) -> None:
         """Drafts of up to so many tokens will come."""
-        self._longest = max(self._longest, longest)
-        if self.width == FIXED:
-            self.reader.width = 1 + self._longest
+        if self.width == FREE or longest <= self._longest:
+            return
+        self._longest, self.reader.width = longest, 1 + longest
+        trial = Reader(self.reader.model)
+        trial.width = self.reader.width
+        if not same_bits(trial, longest):
+            what = "on this machine logits depend on drafts in passes of a fixed width too"
+            warnings.warn(f"{what}, by rounding; verifier=packed may not", stacklevel=2)
 
     def score(self, sequences: list[Sequence], draft: Draft) -> list[Tensor]:
         """Row b: logits [k_b + 1, V] at the places of its k_b drafts and behind them."""

@@ -62,8 +62,9 @@ def columns_of(keep: int | Tensor) -> slice | Tensor:
 class Reader:
     """Reads requests with `model` and remembers what it has read of each until it is finished or forgotten.
 
-    `width`, if it is set, is that of every pass behind prompts, whatever it needs; so it has the same shapes, drafts
-    or none, and the last token of a prompt has a pass of its own.
+    `width`, if it is set, is that of every pass behind prompts, whatever it needs, and all passes reach over as many
+    places as the texts will have at most: so a token is read in the same shapes, drafts or none. The last token of a
+    prompt is not read with the others then.
 
     Args:
         model: a decoder-only causal LM of `transformers`, in eval mode.
@@ -76,6 +77,7 @@ class Reader:
         self._call = Call(model)
         self._owners: list[ref[Sequence]] = []  # of the cache's rows
         self._rows: list[int] = []  # of the sequences of the last call
+        self._least = 0  # entries that its passes see, masked or not
         self._look_back = LookBack(model) if getattr(model, "takes_masks", True) else None
         self._states = States(model)
         self.cache = self._empty()
@@ -88,6 +90,7 @@ class Reader:
             of the k_b drafts and the one behind them.
         """
         self._seat(sequences)
+        self._least = self.width + max(sequence.longest for sequence in sequences) if self.width else 0
         self._read_pieces(sequences)
         fresh = [s.tokens[self.cache.lengths[row] :] for s, row in zip(sequences, self._rows, strict=True)]
         widths = [len(tokens) + k for tokens, k in zip(fresh, draft.lengths, strict=True)]
@@ -200,7 +203,7 @@ class Reader:
 
     def _forward(self, ids: Tensor, rows: list[int], widths: list[int], columns: list[int]) -> Tensor:
         """[B, len(columns), V] logits at some columns of `ids` [B, W], of which row b reads the first `widths[b]`."""
-        positions = self.cache.place(ids.shape[1], self.device, rows)
+        positions = self.cache.place(ids.shape[1], self.device, rows, self._least)
         ends = [self.cache.lengths[row] + width - 1 for row, width in zip(rows, widths, strict=True)]
         last = torch.tensor(ends, device=self.device)
         keep: int | Tensor = len(columns)

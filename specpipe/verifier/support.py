@@ -84,6 +84,24 @@ def rehearse(model: Any, expected: torch.Tensor) -> None:
         raise UserError(f"{what} (off by {off:.0%} of their spread).", key="model")
 
 
+def same_bits(reader: Reader, drafted: int) -> bool:
+    """Whether a text's logits are equal to the last bit, read one by one or in passes with so many drafts."""
+    size, device = reader.model.config.get_text_config().vocab_size, reader.device
+    ids = [(7 * i + 3) % size for i in range(2 * (1 + drafted))]
+    whole, stepped = (
+        Sequence(ids[:1], GenerationSettings(max_new_tokens=len(ids)), chance=Chance(0)) for _ in range(2)
+    )
+    for start in range(0, len(ids), 1 + drafted):
+        drafts, more = ids[start + 1 : start + 1 + drafted], ids[start + 1 + drafted : start + 2 + drafted] or [0]
+        [rows] = reader.read([whole], Draft.of([drafts], device))
+        whole.commit([*drafts, *more], drafted, [])
+        for row, token in zip(rows, [*drafts, *more], strict=True):
+            if not torch.equal(reader.read([stepped], Draft.of([[]], device))[0][0], row):
+                return False
+            stepped.commit([token], 0, [])
+    return True
+
+
 def in_own_type(model: Any, logits: torch.Tensor) -> torch.Tensor:
     """Logits in the model's type, of whose roundings they are, where they are those numbers in a wider one."""
     narrow = logits.to(getattr(model, "dtype", logits.dtype))

@@ -29,6 +29,8 @@ from tests.stand_ins import ToyTokenizer, sharpened, small
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
+    "Llama, heads of 64": ("Llama", {"head_dim": 64, "num_attention_heads": 8}),
+    "Llama, heads of 128": ("Llama", {"head_dim": 128}),
     "Mistral, window": ("Mistral", {"sliding_window": 3}),
     "Qwen2, window in one layer": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
 }

@@ -211,24 +211,38 @@ inline Four sums(const Eight *v) {
     return picked<0, 1, 4, 5>(x, y) + picked<2, 3, 6, 7>(x, y);
 }
 
-// Of Q queries and 4 keys, [size] each; size = 8 vectors.
-template <int Q>
-inline void products(const float *const *queries, const float *keys, int size, float scaling, float *const *scores) {
+// Numbers that are multiplied at once, and their products added to a sum in each lane.
+template <class T> const int LANES = 8;
+
+inline Eight more(Eight sum, const float *a, const float *b) { return fused(sum, load(a), load(b)); }
+
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+template <> const int LANES<uint16_t> = 16;
+
+inline Eight more(Eight sum, const uint16_t *a, const uint16_t *b) {
+    __m256i x, y;
+    std::memcpy(&x, a, sizeof x), std::memcpy(&y, b, sizeof y);
+    return (Eight)_mm256_dpbf16_ps((__m256)sum, (__m256bh)x, (__m256bh)y);
+}
+#endif
+
+// Of Q queries and 4 keys, [size] each; size = LANES vectors.
+template <int Q, class T>
+inline void products(const T *const *queries, const T *keys, int size, float scaling, float *const *scores) {
     Eight found[Q][4] = {};
-    for (int i = 0; i < size; i += 8)
-        for (int q = 0; q < Q; q++) {
-            const Eight query = load(queries[q] + i);
-            for (int n = 0; n < 4; n++) found[q][n] = fused(found[q][n], query, load(keys + n * size + i));
-        }
+    for (int i = 0; i < size; i += LANES<T>)
+        for (int q = 0; q < Q; q++)
+            for (int n = 0; n < 4; n++) found[q][n] = more(found[q][n], queries[q] + i, keys + n * size + i);
     for (int q = 0; q < Q; q++) {
         const Four all = sums(found[q]) * scaling;
         std::memcpy(scores[q], &all, sizeof all);
     }
 }
 
-inline float product(const float *query, const float *key, int size, float scaling) {
+template <class T>
+inline float product(const T *query, const T *key, int size, float scaling) {
     Eight found = {};
-    for (int i = 0; i < size; i += 8) found = fused(found, load(query + i), load(key + i));
+    for (int i = 0; i < size; i += LANES<T>) found = more(found, query + i, key + i);
     return sum(found) * scaling;
 }
 
@@ -457,11 +471,21 @@ float exponentials(float *x, int64_t n) {
     return total;
 }
 
-// Some entries of the cache as float32: they themselves, or copies in `room`.
-inline const float *wide(const float *entries, int64_t, float *) { return entries; }
+// Numbers as another type, in `room`, or they themselves if they are of it. Those that become bfloat16 are rounded already.
+template <class T>
+inline const T *as(const T *numbers, int64_t, T *) { return numbers; }
 
-inline const float *wide(const uint16_t *entries, int64_t count, float *room) {
-    for (int64_t i = 0; i < count; i += 8) store(room + i, load(entries + i));
+inline const float *as(const uint16_t *numbers, int64_t count, float *room) {
+    for (int64_t i = 0; i < count; i += 8) store(room + i, load(numbers + i));
+    return room;
+}
+
+inline const uint16_t *as(const float *numbers, int64_t count, uint16_t *room) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, numbers + i, 4);
+        room[i] = bits >> 16;
+    }
     return room;
 }
 
@@ -472,9 +496,11 @@ void attend(const Model &model, const Pass &pass, const C *keys, const C *values
             int text, int group, int begin, int end, float *seen, float *room) {
     const int size = SIZE ? SIZE : model.size, times = model.heads / model.shared;
     const int row = (model.heads + 2 * model.shared) * size, count = end - begin;
+    // The type of queries and keys: bfloat16 ones are multiplied as they are, if there is an instruction for it.
+    typedef typename std::conditional<SIZE % 16 == 0 && SIZE && LANES<C> == 16, C, float>::type Key;
     int64_t first = INT64_MAX, last = 0;
     struct Query {
-        const float *from;       // [size]
+        const Key *from;         // [size]
         float *to, *sums, *scores;  // [size], [size], of the keys by their place
         int64_t low, beyond;     // keys that it sees
         float total;
@@ -483,7 +509,7 @@ void attend(const Model &model, const Pass &pass, const C *keys, const C *values
         const int64_t token = (int64_t)text * pass.width + (begin + q) / times, position = pass.positions[token];
         const int head = group * times + (begin + q) % times;
         Query &each = queries[q];
-        each.from = qkv + token * row + head * size;
+        each.from = as(qkv + token * row + head * size, size, (Key *)(room + q * size));
         each.to = seen + (token * model.heads + head) * size;
         each.low = window && position >= window ? position - window + 1 : 0;
         each.beyond = position + 1;
@@ -491,17 +517,17 @@ void attend(const Model &model, const Pass &pass, const C *keys, const C *values
         if (each.beyond > last) last = each.beyond;
     }
     const int64_t length = (last - first + 7) / 8 * 8;
-    float *scores = room, *sums = scores + count * length, *copies = sums + count * size;
+    float *scores = room + QUERIES * size, *sums = scores + count * length, *copies = sums + count * size;
     std::memset(sums, 0, count * size * sizeof(float));
     for (int q = 0; q < count; q++) queries[q].scores = scores + q * length - first, queries[q].sums = sums + q * size;
 
     // In blocks of keys that stay in the cache of a core; two queries at a time, where both see a key.
     for (int64_t block = first; block < last; block += SPAN) {
         const int64_t stop = block + SPAN < last ? block + SPAN : last;
-        const float *here = wide(keys + block * size, (stop - block) * size, copies) - block * size;
+        const Key *here = as(keys + block * size, (stop - block) * size, (Key *)copies) - block * size;
         for (int q = 0; q < count; q += 2) {
             const int both = q + 1 < count ? 2 : 1;
-            const float *from[2];
+            const Key *from[2];
             int64_t at[2], beyond[2];
             for (int i = 0; i < both; i++) {
                 const Query &each = queries[q + i];
@@ -510,13 +536,13 @@ void attend(const Model &model, const Pass &pass, const C *keys, const C *values
             if (both == 2 && at[0] == at[1])
                 for (; at[0] + 4 <= beyond[0] && at[0] + 4 <= beyond[1]; at[0] += 4, at[1] += 4) {
                     float *const to[2] = {queries[q].scores + at[0], queries[q + 1].scores + at[0]};
-                    products<2>(from, here + at[0] * size, size, model.scaling, to);
+                    products<2, Key>(from, here + at[0] * size, size, model.scaling, to);
                 }
             for (int i = 0; i < both; i++) {
                 float *own = queries[q + i].scores;
                 for (; at[i] + 4 <= beyond[i]; at[i] += 4) {
                     float *const to = own + at[i];
-                    products<1>(from + i, here + at[i] * size, size, model.scaling, &to);
+                    products<1, Key>(from + i, here + at[i] * size, size, model.scaling, &to);
                 }
                 for (; at[i] < beyond[i]; at[i]++) own[at[i]] = product(from[i], here + at[i] * size, size, model.scaling);
             }
@@ -529,7 +555,7 @@ void attend(const Model &model, const Pass &pass, const C *keys, const C *values
     }
     for (int64_t block = first; block < last; block += SPAN) {
         const int64_t stop = block + SPAN < last ? block + SPAN : last;
-        const float *here = wide(values + block * size, (stop - block) * size, copies) - block * size;
+        const float *here = as(values + block * size, (stop - block) * size, copies) - block * size;
         for (int q = 0; q < count; q += 2) {
             const int both = q + 1 < count ? 2 : 1;
             int64_t low[2], beyond[2], shared = 0;
@@ -618,9 +644,9 @@ static int pieces_of(int queries, int units, int threads) {
     return best;
 }
 
-// What each thread has for itself: scores and sums of its queries, keys or values that are widened.
+// What each thread has for itself: its queries, their scores and sums, keys or values that are widened.
 static int64_t room_for(const Model &model, int64_t capacity) {
-    return QUERIES * (capacity + 8 + model.size) + SPAN * model.size;
+    return QUERIES * (capacity + 8 + 2 * model.size) + SPAN * model.size;
 }
 
 extern "C" int64_t scratch_for(const Model *given, int64_t capacity, int32_t tokens, int32_t threads) {

@@ -369,12 +369,18 @@ def test_the_model_is_left_as_it_is() -> None:
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-def test_prepared_layers_say_the_same() -> None:
-    model = model_of()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_prepared_layers_say_the_same(dtype: torch.dtype) -> None:
+    """There is no program for float64."""
+    model = model_of().to(dtype)
     plain, _ = both(model, speculative())
-    _, ours = both(model, speculative("ngram", prepare=True))
+    custom = speculative("ngram", prepare=True)
+    _, ours = both(model, custom)
     assert torch.equal(plain, ours)
-    assert "FusedLayer" in {type(layer).__name__ for layer in model.model.layers}
+    assert torch.equal(plain, both(model, custom)[1])
+    kinds = {type(part).__name__ for part in model.modules()}
+    assert "FusedLayer" in kinds
+    assert ("PanelLinear" in kinds) == (dtype == torch.float32)
 
 
 def test_a_callable_that_is_kept_follows_the_model() -> None:

@@ -30,6 +30,7 @@ from specpipe.proposers import Proposer
 from specpipe.sequence import Sequence
 from specpipe.settings import GenerationSettings
 from specpipe.stats import summarise
+from specpipe.verifier.compiled import CompiledVerifier
 from specpipe.verifier.eager import EagerVerifier
 from specpipe.verifier.targets import Target
 
@@ -57,9 +58,8 @@ def speculative(
         proposer, sampler, draft_length: options of these groups by name, or objects.
         num_speculative_tokens: longest draft of a step.
         tokenizer: the model's, for proposers that compare theirs with it: drafts that were trained, draft models.
-        prepare: let the model's layers be replaced by faster equivalents, for good (`verifier/prepared.py`); on a CPU
-            that makes passes over drafts cheaper. It can then no longer be trained or saved. If not, nothing of it is
-            changed.
+        prepare: let the model's layers be replaced by faster equivalents, for good, as `verifier=auto` does: compiled,
+            where that can be, else packed. It can then no longer be trained or saved. If not, nothing of it is changed.
 
     Raises:
         UserError: for a wrong value.
@@ -225,7 +225,7 @@ class _ForAnyModel:
     def _verifier(self, model: Any) -> EagerVerifier:
         name = getattr(model, "name_or_path", "") or type(model).__name__
         if self._prepare:
-            return EagerVerifier(Target(model, self._tokenizer, name, None))
+            return CompiledVerifier(Target(model, self._tokenizer, name, None), warn=False)
         with _left_as_it_is(model):
             return EagerVerifier(Target(model, self._tokenizer, name, None), prepack=False, fuse=False)
 

@@ -13,6 +13,7 @@ from specpipe import cli
 from specpipe.bench import rounds
 from specpipe.bench.record import FILE
 from specpipe.draft import Draft
+from specpipe.verifier.reader import Reader
 from tests.stand_ins import saved_tiny
 
 QUICK = ["target=tiny", "target.device=cpu", "target.dtype=float32", "wandb=none", "generation.max_new_tokens=10"]
@@ -221,6 +222,22 @@ def test_a_run_on_another_engine_does_not_go_on_with_it(bench: Any, tmp_path: Pa
     code, _, said = bench("resume=run", out="other")
     assert code == 2
     assert said.err.startswith("specpipe: resume: 'run' ran compiled, and here the target runs packed")
+
+
+def test_a_fixed_width_is_that_of_the_longest_draft_of_all_cells(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In plain decoding too, which is compared with the others."""
+    widths, read = set(), Reader.read
+
+    def watched(self: Reader, sequences: Any, draft: Draft) -> Any:
+        widths.add(self.width)
+        return read(self, sequences, draft)
+
+    words = ["proposers=[ngram]", "sweep.num_speculative_tokens=[1,7]", "repeats=1", "predict=false"]
+    monkeypatch.setattr(Reader, "read", watched)
+    code, result, _ = bench(*words, "verifier=packed", "verifier.width=fixed")
+    assert code == 0
+    assert all(cell["summary"]["identical_texts"] == 3 for cell in result["cells"] if cell["proposer"] != "none")
+    assert widths == {6, 8, None}  # None: in the rehearsal at load; 6: in the trial before the cells are known
 
 
 def test_texts_that_are_not_plain_decodings_are_an_answer_of_no(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,11 @@ depend on it: a length is chosen before anything of the step is drawn.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence as Items
+from itertools import accumulate
+from operator import mul
 from statistics import median
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -119,13 +122,12 @@ class Adaptive:
 
     def _chances(self, sequence: Sequence, longest: int, sure_behind: int | None) -> tuple[list[float], list[float]]:
         """P(N >= i) and P(drafted >= i) for i = 1 .. longest."""
-        kept, offered = [1.0], [1.0]
         own, run = self._own[sequence], self._run
-        for i in range(longest):
-            sure = sure_behind is not None and i >= sure_behind
-            kept.append(kept[-1] * (1.0 if sure else own.kept(i, run.kept(i))))
-            offered.append(offered[-1] * (1.0 if sure else own.offered(i, run.offered(i))))
-        return kept[1:], offered[1:]
+        unsure = longest if sure_behind is None else min(longest, sure_behind)
+        kept = expected_like(own.kept, expected(run.kept, unsure))
+        offered = expected_like(own.offered, expected(run.offered, unsure))
+        sure = [1.0] * (longest - unsure)
+        return list(accumulate([*kept, *sure], mul)), list(accumulate([*offered, *sure], mul))
 
 
 TRIES = 2  # to measure the cost of a length
@@ -136,31 +138,23 @@ RUN_TRIES = 8.0  # what the run's experience weighs against a request's own
 
 
 class Record:
-    """By place in a draft: how often it was there, and how often it was there and accepted."""
+    """By place in a draft: how often it was there, and how often it was there and accepted; if those before it were."""
 
     def __init__(self, memory: int) -> None:
         self.read = 0  # steps
         self._keep = math.exp(-1 / memory)
-        self._kept: list[Share] = []
-        self._offered: list[Share] = []
+        self.kept: list[Share] = []
+        self.offered: list[Share] = []
 
     def add(self, step: Step) -> None:
         """A step tries place i + 1 if it was asked for and the i before it were accepted, or for length, drafted."""
-        while len(self._kept) < step.asked:
-            self._kept.append(Share())
-            self._offered.append(Share())
+        while len(self.kept) < step.asked:
+            self.kept.append(Share())
+            self.offered.append(Share())
         for i in range(min(step.asked, step.accepted + step.extra)):
-            self._kept[i].add(step.accepted > i, self._keep)
+            self.kept[i].add(step.accepted > i, self._keep)
         for i in range(min(step.asked, step.drafted + 1)):
-            self._offered[i].add(step.drafted > i, self._keep)
-
-    def kept(self, i: int, otherwise: float | None = None) -> float:
-        """P(place i + 1 is drafted and accepted | those before it were), with `otherwise` for what is not known."""
-        return _estimate(self._kept, i, otherwise)
-
-    def offered(self, i: int, otherwise: float | None = None) -> float:
-        """P(place i + 1 is drafted | those before it were)."""
-        return _estimate(self._offered, i, otherwise)
+            self.offered[i].add(step.drafted > i, self._keep)
 
 
 class Share:
@@ -176,13 +170,19 @@ class Share:
         self.successes = self.successes * keep + success
 
 
-def _estimate(shares: list[Share], i: int, otherwise: float | None) -> float:
-    if otherwise is not None:
-        return _mixed(shares[i], otherwise, RUN_TRIES) if i < len(shares) else otherwise
-    estimate = PRIOR
-    for share in shares[: i + 1]:  # a place that was hardly tried does as the one before it
-        estimate = _mixed(share, estimate, PRIOR_TRIES)
-    return estimate
+def expected(shares: Items[Share], places: int) -> list[float]:
+    """Of so many places; one that was hardly tried does as the one before it."""
+    estimates, estimate = [], PRIOR
+    for i in range(places):
+        if i < len(shares):
+            estimate = _mixed(shares[i], estimate, PRIOR_TRIES)
+        estimates.append(estimate)
+    return estimates
+
+
+def expected_like(shares: Items[Share], others: Items[float]) -> list[float]:
+    """Of as many places as `others`, which stand for what has few tries."""
+    return [_mixed(shares[i], p, RUN_TRIES) if i < len(shares) else p for i, p in enumerate(others)]
 
 
 def _mixed(share: Share, prior: float, weight: float) -> float:
@@ -204,32 +204,35 @@ class Costs:
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[float]] = {}  # logarithms of seconds at an even speed
+        self._usual: dict[int, float] = {}  # their medians
         self._level = 0.0  # logarithm of how slow the machine is now
 
     def add(self, drafted: int, seconds: float) -> None:
         even = math.log(max(seconds, 1e-9)) - self._level
         seen = self._seen.setdefault(drafted, deque(maxlen=LATEST))
         if len(seen) >= TRIES:
-            change = LEVEL * max(-OUTLIER, min(OUTLIER, even - median(seen)))
+            change = LEVEL * max(-OUTLIER, min(OUTLIER, even - self._usual[drafted]))
             self._level += change
             even -= change
         seen.append(even)
+        self._usual[drafted] = median(seen)
 
     def knows(self, drafted: int) -> bool:
         return drafted in self._seen
 
     def up_to(self, longest: int) -> list[float]:
         """Expected seconds for 0 .. longest at an even speed; in arbitrary units before any pass was measured."""
-        known = sorted((length, math.exp(median(seen))) for length, seen in self._seen.items())
+        known = sorted((length, math.exp(usual)) for length, usual in self._usual.items())
         return [_on_line(known or [(0, 1.0)], drafted) for drafted in range(longest + 1)]
 
 
 def _on_line(known: Items[tuple[int, float]], drafted: int) -> float:
-    """Interpolated; beyond the ends with SLOPE, relative to a pass without drafts."""
-    below = [point for point in known if point[0] <= drafted]
-    above = [point for point in known if point[0] >= drafted]
-    if below and above:
-        (x0, y0), (x1, y1) = below[-1], above[0]
-        return y0 if x0 == x1 else y0 + (y1 - y0) * (drafted - x0) / (x1 - x0)
-    x, y = below[-1] if below else above[0]
+    """Interpolated; beyond the ends with SLOPE, relative to a pass without drafts. known: ascending, at least one."""
+    at = bisect_left(known, (drafted, -math.inf))
+    if at < len(known) and known[at][0] == drafted:
+        return known[at][1]
+    if 0 < at < len(known):
+        (x0, y0), (x1, y1) = known[at - 1], known[at]
+        return y0 + (y1 - y0) * (drafted - x0) / (x1 - x0)
+    x, y = known[0 if at == 0 else -1]
     return y * (1 + SLOPE * drafted) / (1 + SLOPE * x)

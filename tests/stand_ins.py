@@ -333,8 +333,10 @@ def law(pipeline: Pipeline, prompt: list[int]) -> dict[tuple[int, ...], float]:
     return found
 
 
-def played(run: Callable[[], graphs.Outputs]) -> tuple[Callable[[], None], graphs.Outputs]:
-    """Stands for `graphs.record` where there is no GPU: what is played are the operations of one run of `run`.
+def played(
+    self: graphs.Recorder, run: Callable[[], graphs.Outputs], device: torch.device
+) -> tuple[Callable[[], None], graphs.Outputs]:
+    """Stands for a `graphs.Recorder` where there is no GPU: what is played are the operations of one run of `run`.
 
     The same ones over the same memory, with whatever numbers Python passed to them then, as in a CUDA graph; and what
     looks at a number of a tensor cannot be recorded.
@@ -354,7 +356,7 @@ def played(run: Callable[[], graphs.Outputs]) -> tuple[Callable[[], None], graph
 def recordable() -> Iterator[None]:
     """Inside the block models on the CPU are recorded as they are on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "record", played)
+        patch.setattr(graphs.Recorder, "__call__", played)
         patch.setattr(
             compiled, "unrecorded", lambda model: "already" if isinstance(model, graphs.GraphedModel) else None
         )

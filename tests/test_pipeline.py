@@ -224,6 +224,26 @@ def test_cuda_decodes_what_the_host_decodes() -> None:
         assert texts[0] == texts[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("generation", ["greedy", "sample"])
+@pytest.mark.parametrize("proposer", [["none"], ["ngram"], ["layer_skip", "proposer.layers=1"]])
+def test_passes_recorded_in_cuda_graphs_decode_what_the_host_decodes(proposer: list[str], generation: str) -> None:
+    from specpipe import load
+    from specpipe.verifier.graphs import GraphedModel
+
+    name, *parts = proposer
+    words = ("target=tiny", "target.dtype=float64", f"generation={generation}", f"proposer={name}", *parts)
+    pipelines = [load(*words, f"target.device={device}") for device in ("cpu", "cuda")]
+    done = [pipeline.generate([[65, 66, 67, 65, 66], [70]]) for pipeline in pipelines]
+    assert [each.token_ids for each in done[0]] == [each.token_ids for each in done[1]]
+    assert pipelines[1].verifier.engine == "graphs"
+    model = pipelines[1].verifier.reader.model
+    assert isinstance(model, GraphedModel)
+    assert model._made
+    assert not model.given_up
+
+
 def check_device_path(device: torch.device) -> None:
     class Elsewhere:
         """A device that is not called cpu."""

@@ -63,22 +63,23 @@ class RowCache(Cache):
 
     def announce(self, place: Place) -> None:
         """The next forward writes there."""
-        self._end, self.positions = place.end, place.positions
+        self.end, self.positions = place.end, place.positions
         for layer in self._row_layers:
             layer.place = place
 
     def reserve(self) -> int | None:
-        """Make room for the forward that was announced; the places of a row then, None if a layer holds nothing yet."""
-        places = {
-            None if layer.keys is None or layer.values is None else layer.room(layer.keys, layer.values)[0].shape[2]
-            for layer in self._row_layers
-        }
-        return places.pop() if len(places) == 1 else None
+        """Make room for the forward that was announced; the places that a row has then, None before the first forward.
 
-    def addresses(self) -> tuple[int, ...]:
-        """Where keys and values are in memory: as long as these are the same, what was recorded holds."""
+        Layers that hold nothing are none of the model's, which may have some of them only.
+        """
+        held = [(layer, layer.keys, layer.values) for layer in self._row_layers]
+        rooms = [layer.room(k, v)[0].shape[2] for layer, k, v in held if k is not None and v is not None]
+        return min(rooms, default=None)
+
+    def memory(self) -> tuple[Any, ...]:
+        """Where keys and values are, and of what shape: as long as it is the same, what was recorded holds."""
         held = (each for layer in self._row_layers for each in (layer.keys, layer.values))
-        return tuple(0 if each is None else each.data_ptr() for each in held)
+        return tuple(None if each is None else (each.data_ptr(), each.shape[1:]) for each in held)
 
     def room(self, like: Tensor, layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Of each of the `layers` all keys and values [R, H, C, D], with room for the forward that was announced.
@@ -92,7 +93,7 @@ class RowCache(Cache):
 
         Of those the last `window`, if one is given; its own is always among them, so no row of the mask is empty.
         """
-        at, entries = positions[:, None, :, None], torch.arange(self._end, device=positions.device)
+        at, entries = positions[:, None, :, None], torch.arange(self.end, device=positions.device)
         seen = entries <= at
         return seen if window is None else seen & (entries > at - window)
 

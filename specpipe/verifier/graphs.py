@@ -25,7 +25,6 @@ from specpipe.verifier.windows import LookBack
 
 WIDTHS = (1, 2, 4, 8, 16)  # of recorded passes; wider ones read prompts, where asking is not what takes time
 MOST = 12  # recordings of a model; each has memory for its logits
-REHEARSALS = 2  # passes before the one that is recorded: libraries choose and set up kernels in the first ones
 
 
 class GraphedModel:
@@ -46,7 +45,8 @@ class GraphedModel:
         self._call = Call(model)
         self._has_head = getattr(model, "get_output_embeddings", lambda: None)() is not None
         self._made: dict[tuple[tuple[int, ...], int], Recording] = {}  # by rows and width
-        self._addresses: tuple[int, ...] = ()
+        self._memory: tuple[Any, ...] = ()  # that they are of
+        self._record = Recorder()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.model.parameters())
@@ -85,32 +85,34 @@ class GraphedModel:
             self._door(states)
         return SimpleNamespace(logits=logits)
 
+    def forget(self) -> None:
+        """Let go of the recordings and of their memory."""
+        self._made.clear()
+
     def _recording(self, cache: RowCache, width: int) -> Recording | None:
         """Of a pass as wide as this or a little wider over the rows that were announced; None if there is none."""
         wide = next((each for each in WIDTHS if each >= width), None)
         if wide is None:
             return None
-        positions = cache.place(wide, cache.positions.device, cache.rows)
+        device, least = cache.positions.device, cache.end
+        positions = cache.place(wide, device, cache.rows, least)
         capacity = cache.reserve()
-        if capacity is None:  # the first pass
-            cache.place(width, positions.device, cache.rows)
-            return None
-        if cache.addresses() != self._addresses:
-            self._made.clear()
-            self._addresses = cache.addresses()
-        key = tuple(cache.rows), wide
-        try:
-            if key not in self._made:
-                self._made[key] = self._recorded(cache, positions, capacity)
-        except Exception as error:  # a model may do what cannot be recorded, such as look at a number
-            self._give_up(one_line(error))
-            cache.place(width, positions.device, cache.rows)
-            return None
-        recording = self._made[key]
-        recording.positions.copy_(positions)
-        while len(self._made) > MOST:
-            del self._made[next(each for each in self._made if each != key)]
-        return recording
+        if capacity is not None:
+            if cache.memory() != self._memory:
+                self._made.clear()
+                self._memory = cache.memory()
+            key = tuple(cache.rows), wide
+            try:
+                recording = self._made.pop(key, None) or self._recorded(cache, positions, capacity)
+                self._made[key] = recording  # the last one used is the last to go
+                if len(self._made) > MOST:
+                    del self._made[next(iter(self._made))]
+                recording.positions.copy_(positions)
+                return recording
+            except Exception as error:  # a model may do what cannot be recorded, such as look at a number
+                self._give_up(one_line(error))
+        cache.place(width, device, cache.rows, least)
+        return None
 
     def _recorded(self, cache: RowCache, positions: Tensor, capacity: int) -> Recording:
         """A recording; to make it, zeros are read at `positions`, where its first playing writes anew."""
@@ -124,7 +126,7 @@ class GraphedModel:
                 logits = self._call(ids, masks, position_ids, cache, 0)
             return logits, given[0] if len(given) == 1 and given[0].dim() == 3 else None
 
-        play, (logits, states) = record(run)
+        play, (logits, states) = self._record(run, positions.device)
         return Recording(ids, positions, position_ids, logits, states, play, place)
 
     def _give_up(self, reason: str) -> None:
@@ -158,23 +160,47 @@ class Recording:
 Outputs = tuple[Tensor, Tensor | None]
 
 
-def record(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-    """What plays the kernels of `run` again, and the tensors that it writes then. On the current CUDA device."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # as torch wants it before a recording
-        for _ in range(REHEARSALS):
-            run()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
-    return graph.replay, outputs
+class Recorder:
+    """Records on one device; what is recorded has its temporary memory in common, so that one is played at a time."""
+
+    def __init__(self) -> None:
+        self._aside: Any = None
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], Outputs], device: torch.device) -> tuple[Callable[[], None], Outputs]:
+        """What plays the kernels of `run` again, and the tensors that it writes then.
+
+        Raises:
+            RuntimeError: if `run` waits for the device, as what looks at a number does.
+        """
+        with torch.cuda.device(device):
+            if self._aside is None:
+                self._aside, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            before, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+            self._aside.wait_stream(before)
+            try:
+                with torch.cuda.stream(self._aside):
+                    run()  # libraries choose and set up kernels in the first pass
+                    torch.cuda.set_sync_debug_mode("error")  # to wait is an error now; in a capture it breaks more
+                    run()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+                before.wait_stream(self._aside)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, self._pool, self._aside, capture_error_mode="thread_local"):
+                    outputs = run()
+            finally:
+                torch.cuda.set_stream(before)
+        return graph.replay, outputs
 
 
 def unrecorded(model: Any) -> str | None:
     """Why passes of a model are not recorded; None if they are."""
     if isinstance(model, GraphedModel):
         return "they are already"
-    device = next(model.parameters()).device.type
-    return None if device == "cuda" else f"it is on {device}"
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1:
+        return f"it is on {len(devices)} devices"
+    kind = devices.pop().type
+    return None if kind == "cuda" else f"it is on {kind}"

@@ -145,6 +145,8 @@ class Reader:
     def forget(self) -> None:
         """Let go of all that was read, and of its memory; it is read again when it is asked for."""
         self.cache, self._owners = self._empty(), []
+        if hasattr(self.model, "forget"):
+            self.model.forget()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -124,8 +124,8 @@ def test_a_recorded_target_has_one_recording_behind_prompts() -> None:
             for proposer in (NoProposer(), FixedProposer(wrong_now_and_then))
         ]
         assert all(each == texts[0] for each in texts)
-        assert {width for _, width in verifier.reader.model._made} == {2, 8}  # 2: of the prompt, but its last token
-        assert {width for _, width in free.reader.model._made} > {1, 2}
+        assert {width for _, width, _ in verifier.reader.model._made} == {2, 8}  # 2: of the prompt, but its last token
+        assert {width for _, width, _ in free.reader.model._made} > {1, 2}
 
 
 def test_the_compiled_program_needs_no_padding() -> None:

@@ -61,7 +61,7 @@ def test_a_recorded_target_reads_as_the_plain_one(kind: str, dtype: str) -> None
     verifier = recorded(target_of(kind, dtype))
     plain = rows_read(EagerVerifier(target_of(kind, dtype), prepack=False, fuse=False))
     assert max(itertools.starmap(differences, zip(rows_read(verifier), plain, strict=True))) < CLOSE[dtype]
-    assert {width for _, width in recordings(verifier)} == {1, 4}
+    assert {width for _, width, _ in recordings(verifier)} == {1, 4, 8}
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -91,7 +91,7 @@ def frozen_ids(self: Recording, ids: torch.Tensor, position_ids: torch.Tensor) -
     return self.logits, self.states
 
 
-def frozen_lengths(self: RowCache, positions: torch.Tensor, capacity: int) -> Any:
+def frozen_lengths(self: RowCache, positions: torch.Tensor, end: int) -> Any:
     end = max(self.lengths[row] for row in self.rows) + positions.shape[1]
     return self._row_layers[0].place._replace(end=end)
 
@@ -134,11 +134,37 @@ def test_recordings_are_made_anew_where_the_cache_grows(monkeypatch: pytest.Monk
     assert len(verifier.reader.cache._row_layers[0].keys[0, 0]) >= 64
 
 
+def alone_beside_and_alone(verifier: Any) -> list[torch.Tensor]:
+    """Logits of a text whose row moves in memory when a second one is seated."""
+    one, two = text([1, 2, 3]), text([4, 5])
+    seen = []
+    for together in ([one], [one], [one, two], [one], [one]):
+        seen.append(verifier.score(together, Draft.of([[] for _ in together], verifier.device))[0])
+        for each in together:
+            each.commit([7], 0, [])
+    return seen
+
+
+def test_recordings_are_made_anew_where_rows_move() -> None:
+    ours, theirs = alone_beside_and_alone(recorded(target_of())), alone_beside_and_alone(EagerVerifier(target_of()))
+    assert max(itertools.starmap(differences, zip(ours, theirs, strict=True))) < CLOSE["float32"]
+
+
 def test_a_recording_over_memory_that_was_left_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "SMALLEST", 8)
     monkeypatch.setattr(RowCache, "memory", lambda self: ())
-    with pytest.raises(IndexError, match="out of bounds"):
-        pipeline_of(recorded(target_of()), 99).generate([[1, 2, 3, 1, 2]])
+    ours, theirs = alone_beside_and_alone(recorded(target_of())), alone_beside_and_alone(EagerVerifier(target_of()))
+    assert max(itertools.starmap(differences, zip(ours, theirs, strict=True))) > 0.01
+
+
+def test_logits_do_not_depend_on_what_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit: neither on the first pass of all, which allocates, nor on longer texts with a larger cache."""
+    monkeypatch.setattr(cache, "SMALLEST", 8)
+    verifier = recorded(target_of())
+    first, again = alone_beside_and_alone(verifier), alone_beside_and_alone(verifier)
+    pipeline_of(verifier, 50).generate([[1, 2, 3, 1, 2]])
+    then = alone_beside_and_alone(verifier)
+    assert all(map(torch.equal, first, again))
+    assert all(map(torch.equal, first, then))
 
 
 def test_requests_that_come_and_go_leave_recordings_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +203,7 @@ def test_there_are_no_more_recordings_than_stated() -> None:
             verifier.score([each], Draft.of([[1] * (width - 1)], verifier.device) if width > 1 else none)
             verifier.roll_back([each])
     assert len(recordings(verifier)) == MOST
-    assert {width for _, width in recordings(verifier)} <= set(WIDTHS)
+    assert {width for _, width, _ in recordings(verifier)} <= set(WIDTHS)
 
 
 def test_a_pass_that_looks_at_a_number_is_the_models_own_and_it_is_said_once() -> None:

@@ -53,13 +53,13 @@ class RowCache(Cache):
         )
         return positions
 
-    def place_within(self, positions: Tensor, capacity: int) -> Place:
+    def place_within(self, positions: Tensor, end: int) -> Place:
         """For forwards over new tokens at whatever `positions` [rows, W] hold when they run, in the rows of the last.
 
-        They see all entries that there are places for, `capacity` as `reserve` gives it: the same operations over the
-        same memory each time, so that they can be recorded.
+        They reach over the places before `end`, which `reserve` gives: the same operations over the same memory each
+        time, so that they can be recorded.
         """
-        return Place.of(positions, capacity, self.rows, None, len(self.lengths))
+        return Place.of(positions, end, self.rows, None, len(self.lengths))
 
     def announce(self, place: Place) -> None:
         """The next forward writes there."""
@@ -68,13 +68,16 @@ class RowCache(Cache):
             layer.place = place
 
     def reserve(self) -> int | None:
-        """Make room for the forward that was announced; the places that a row has then, None before the first forward.
+        """Make room for the forward that was announced; None before the first forward, when that cannot be done yet.
 
         Layers that hold nothing are none of the model's, which may have some of them only.
+
+        Returns:
+            That many places or a few more, which a row has in each layer: the same for a text whatever else was read.
         """
         held = [(layer, layer.keys, layer.values) for layer in self._row_layers]
-        rooms = [layer.room(k, v)[0].shape[2] for layer, k, v in held if k is not None and v is not None]
-        return min(rooms, default=None)
+        rooms = [layer.room(keys, values) for layer, keys, values in held if keys is not None and values is not None]
+        return capacity(self.end) if rooms else None
 
     def memory(self) -> tuple[Any, ...]:
         """Where keys and values are, and of what shape: as long as it is the same, what was recorded holds."""
@@ -174,11 +177,8 @@ class RowLayer(CacheLayerMixin):
         return -1
 
     def _allocate(self, like: Tensor, old: Tensor | None = None) -> Tensor:
-        capacity = SMALLEST
-        while capacity < self.place.end:
-            capacity *= 2
         _, heads, _, size = like.shape
-        new = like.new_zeros(self.place.total, heads, capacity, size)
+        new = like.new_zeros(self.place.total, heads, capacity(self.place.end), size)
         if old is not None:
             new[:, :, : old.shape[2]] = old
         return new
@@ -192,6 +192,14 @@ class RowLayer(CacheLayerMixin):
         rows = torch.arange(new.shape[0], device=new.device) if which is None else which
         whole[rows[:, None], :, positions] = new.transpose(1, 2)
         return whole[:, :, :end] if which is None else whole[rows, :, :end]
+
+
+def capacity(places: int) -> int:
+    """How many are allocated for so many."""
+    rounded = SMALLEST
+    while rounded < places:
+        rounded *= 2
+    return rounded
 
 
 def _rearranged(whole: Tensor, rows: Sequence[int | None]) -> Tensor:

@@ -2,7 +2,7 @@
 
 There a pass over a few tokens of a model takes less time than Python needs to ask for its hundreds of kernels. A CUDA
 graph asks for all of them at once. It plays the same kernels over the same memory, so a pass has one of a handful of
-widths, what it is given is copied to a fixed place, and attention reaches over all the places that the cache has and
+widths, what it is given is copied to a fixed place, and attention reaches over a round number of the cache's places and
 looks at those that count. The kernels are the model's own: same sums, same logits up to what another width rounds.
 """
 
@@ -24,6 +24,8 @@ from specpipe.verifier.states import head_inputs
 from specpipe.verifier.windows import LookBack
 
 WIDTHS = (1, 2, 4, 8, 16)  # of recorded passes; wider ones read prompts, where asking is not what takes time
+Outputs = tuple[Tensor, Tensor | None]  # logits [B, .., V] and what the head was given, [B, .., H]
+
 MOST = 12  # recordings of a model; each has memory for its logits
 
 
@@ -44,7 +46,7 @@ class GraphedModel:
         self._door = nn.Identity()  # through which goes what the head is given, for whoever watches it
         self._call = Call(model)
         self._has_head = getattr(model, "get_output_embeddings", lambda: None)() is not None
-        self._made: dict[tuple[tuple[int, ...], int], Recording] = {}  # by rows and width
+        self._made: dict[tuple[tuple[int, ...], int, int], Recording] = {}  # by rows, width and places
         self._memory: tuple[Any, ...] = ()  # that they are of
         self._record = Recorder()
 
@@ -65,45 +67,48 @@ class GraphedModel:
             others: what a model of `transformers` is told besides; it has no meaning here.
         """
         width = input_ids.shape[1]
-        recording = None if self.given_up else self._recording(cache, width)
+        wide = next((each for each in WIDTHS if each >= width), None)
+        recording = None
+        if wide is not None and not self.given_up:
+            if cache.reserve() is None:  # a pass that allocates
+                self._own(input_ids, position_ids, cache, logits_to_keep)
+            recording = self._recording(cache, width, wide)
         if recording is None:
-            return self._own(input_ids, position_ids, cache, logits_to_keep)
-        logits, states = recording.play(input_ids, position_ids)
-        kept = columns_of(logits_to_keep)
+            logits, states = self._own(input_ids, position_ids, cache, logits_to_keep)
+        else:
+            kept = columns_of(logits_to_keep)
+            logits, states = recording.play(input_ids, position_ids)
+            logits = logits[:, :width][:, kept].clone()  # the next pass writes over what this one plays
+            states = None if states is None else states[:, :width][:, kept].clone()
         if states is not None:
-            self._door(states[:, :width][:, kept].clone())
-        return SimpleNamespace(logits=logits[:, :width][:, kept].clone())  # the next pass writes over them
+            self._door(states)
+        return SimpleNamespace(logits=logits)
 
     __call__ = forward
 
-    def _own(self, ids: Tensor, position_ids: Tensor, cache: RowCache, keep: int | Tensor) -> Any:
-        """The model's pass as it comes."""
+    def _own(self, ids: Tensor, position_ids: Tensor, cache: RowCache, keep: int | Tensor) -> Outputs:
+        """The model's pass as it comes: logits of the kept columns, and what the head was given for them or for all."""
         masks = LookBack(self.model).masks(cache, cache.positions)
         with head_inputs(self.model) as given:
             logits = self._call(ids, masks, position_ids, cache, keep)
-        for states in given:
-            self._door(states)
-        return SimpleNamespace(logits=logits)
+        return logits, given[0] if len(given) == 1 and given[0].dim() == 3 else None
 
     def forget(self) -> None:
         """Let go of the recordings and of their memory."""
         self._made.clear()
 
-    def _recording(self, cache: RowCache, width: int) -> Recording | None:
-        """Of a pass as wide as this or a little wider over the rows that were announced; None if there is none."""
-        wide = next((each for each in WIDTHS if each >= width), None)
-        if wide is None:
-            return None
+    def _recording(self, cache: RowCache, width: int, wide: int) -> Recording | None:
+        """Of a pass `wide` enough for `width` tokens in the rows that were announced; None if there is none."""
         device, least = cache.positions.device, cache.end
         positions = cache.place(wide, device, cache.rows, least)
-        capacity = cache.reserve()
-        if capacity is not None:
+        end = cache.reserve()
+        if end is not None:
             if cache.memory() != self._memory:
                 self._made.clear()
                 self._memory = cache.memory()
-            key = tuple(cache.rows), wide
+            key = tuple(cache.rows), wide, end
             try:
-                recording = self._made.pop(key, None) or self._recorded(cache, positions, capacity)
+                recording = self._made.pop(key, None) or self._recorded(cache, positions, end)
                 self._made[key] = recording  # the last one used is the last to go
                 if len(self._made) > MOST:
                     del self._made[next(iter(self._made))]
@@ -114,17 +119,14 @@ class GraphedModel:
         cache.place(width, device, cache.rows, least)
         return None
 
-    def _recorded(self, cache: RowCache, positions: Tensor, capacity: int) -> Recording:
+    def _recorded(self, cache: RowCache, positions: Tensor, end: int) -> Recording:
         """A recording; to make it, zeros are read at `positions`, where its first playing writes anew."""
         positions, ids, position_ids = positions.clone(), torch.zeros_like(positions), torch.zeros_like(positions)
-        place = cache.place_within(positions, capacity)
+        place = cache.place_within(positions, end)
 
-        def run() -> tuple[Tensor, Tensor | None]:
+        def run() -> Outputs:
             cache.announce(place)
-            masks = LookBack(self.model).masks(cache, positions)
-            with head_inputs(self.model) as given:
-                logits = self._call(ids, masks, position_ids, cache, 0)
-            return logits, given[0] if len(given) == 1 and given[0].dim() == 3 else None
+            return self._own(ids, position_ids, cache, 0)
 
         play, (logits, states) = self._record(run, positions.device)
         return Recording(ids, positions, position_ids, logits, states, play, place)
@@ -155,9 +157,6 @@ class Recording:
         self.position_ids[:, :width] = position_ids
         self.replay()
         return self.logits, self.states
-
-
-Outputs = tuple[Tensor, Tensor | None]
 
 
 class Recorder:

@@ -3,8 +3,9 @@
     python benchmarks/lengths.py --prompts FILE.jsonl --per-category 2 [--repeats 3] [--longest 8] [--tokens 128]
         [words ...]
 
-`words` are of the command line, such as proposer=suffix. Each prompt is decoded by all policies in shuffled order; each
-repeat is a run of its own, which knows nothing of those before. By category three figures of tokens/s relative to a
+`words` are of the command line, such as proposer=suffix. A prompt is decoded by all policies at once, step by step, the
+one that is furthest behind next, so that they share what the machine is like at the time; each repeat is a run of its
+own, which knows nothing of those before. By category three figures of tokens/s relative to a
 fixed length: with each pass charged the median time of all passes of its width in all repeats, which compares the
 choices without the noise of the machine; as measured, by the median time of a prompt's repeats, relative to the length
 that is best by those charges; and relative to the one that came out best, which of many noisy figures is too good.
@@ -14,12 +15,14 @@ Prompt passes are not counted.
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,6 +32,7 @@ from specpipe.draft_length import Adaptive
 from specpipe.pipeline import Pipeline
 from specpipe.prompts import jsonl
 from specpipe.sequence import Sequence, Step
+from specpipe.verifier.reader import Reader
 
 
 class Always:
@@ -61,9 +65,7 @@ def main() -> int:
         place: Counter[str] = Counter()
         for number, text in enumerate(prompts.texts):
             category = (prompts.categories or [None] * len(prompts.texts))[number] or "all"
-            for name in order.sample(list(pipelines), len(pipelines)):
-                sequence = pipelines[name].sequences([text])[0]
-                steps = [step for step in pipelines[name].decode(sequence) if not step.prefill]
+            for name, steps in side_by_side(pipelines, text, order).items():
                 if repeat == 0:
                     decoded[category][name].append([])
                 decoded[category][name][place[category]].append(steps)
@@ -73,17 +75,32 @@ def main() -> int:
     return 0
 
 
+def side_by_side(pipelines: dict[str, Pipeline], text: str, order: random.Random) -> dict[str, list[Step]]:
+    """Steps of each behind the prompt; all come to their ends at about the same time."""
+    sequences = {name: pipeline.sequences([text])[0] for name, pipeline in pipelines.items()}
+    while going := [name for name, sequence in sequences.items() if sequence.finish_reason is None]:
+        name = min(going, key=lambda name: (len(sequences[name].new_tokens), order.random()))
+        pipelines[name].step([sequences[name]])
+    return {name: [step for step in sequence.steps if not step.prefill] for name, sequence in sequences.items()}
+
+
 def words(asked: argparse.Namespace) -> list[str]:
     return [*asked.words, f"num_speculative_tokens={asked.longest}", f"generation.max_new_tokens={asked.tokens}"]
 
 
 def made(base: Pipeline, asked: argparse.Namespace) -> dict[str, Pipeline]:
-    """A pipeline for each policy, over one target; each has a proposer of its own."""
+    """A pipeline for each policy, over one target; each has a proposer and a cache of its own."""
     config = compose("decode", words(asked))
+
+    def verifier() -> Any:
+        own = copy.copy(base.verifier)
+        own.reader = Reader(base.verifier.reader.model)
+        return own
+
     policies = {str(k): Always(k) for k in range(asked.longest + 1)} | {"adaptive": Adaptive()}
     return {
         name: Pipeline(
-            verifier=base.verifier,
+            verifier=verifier(),
             proposer=build(config.proposer, "proposer"),
             sampler=base.sampler,
             settings=base.settings,

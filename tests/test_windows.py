@@ -112,7 +112,7 @@ def ring(plain: Mask, width: int) -> Mask:
     def mask(cache: RowCache, positions: Tensor, window: int | None = None) -> Tensor:
         seen = plain(cache, positions, width)
         seen[..., : max(0, ended.get(id(cache), 0) - width)] = False
-        ended[id(cache)] = max(ended.get(id(cache), 0), cache._end)
+        ended[id(cache)] = max(ended.get(id(cache), 0), cache.end)
         return seen
 
     return mask

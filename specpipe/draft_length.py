@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import mul
 from statistics import median
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from specpipe.errors import integer
 from specpipe.sequence import Sequence, Step
@@ -39,17 +39,22 @@ class Fixed:
 
 
 class Adaptive:
-    """The length with most expected tokens per second, `num_speculative_tokens` at most; 0 if drafting does not pay.
+    """As many tokens as bring more than their time is worth, `num_speculative_tokens` at most; 0 if drafting costs.
 
-    For a length k it compares (1 + sum_{i<=k} P(N >= i)) / E[seconds of a pass that asks for k], tau(k) over its cost
-    as in theory.md section 6. P(N >= i) is a product of the shares of tries in which place i was drafted and accepted,
-    of the request itself and, as long as that has few tries, of the run; the seconds are medians of recent passes by
-    drafted tokens on a machine of even speed, weighted with how often the proposer has so many. All requests of a pass
-    get one length, since the pass is as wide as its longest draft.
+    Of the lengths k it takes the one with most (1 + sum_{i<=k} P(N >= i)) - s E[time of a pass that asks for k], where
+    time is counted in passes that draft nothing, and s is what such a time has brought lately: the request's speedup.
+    Always to take the greatest difference makes s as great as it can be (Dinkelbach, Management Science 13, 1967), and
+    unlike the greatest quotient it tells steps apart: P(N >= i) is that behind a draft which was accepted to its end,
+    where a text is often being copied, or that behind others.
 
-    At first lengths 0, 1, 2, 4, .. are each asked for, so that their costs are known. Every `probe_every` steps it is
-    one token less than seems best, or one more if that could pay, in turn: a proposer that has become better is
-    noticed, also at 0. Lengths depend on measured times, so a sampled text is not fixed by its seed.
+    P(N >= i) is a product of the shares of tries in which place i was drafted and accepted, of the request itself and,
+    as long as that has few tries, of the run; the times are medians of recent passes by drafted tokens on a machine of
+    even speed, weighted with how often the proposer has so many. All requests of a pass get one length, since the pass
+    is as wide as its longest draft.
+
+    At first lengths 0, 1, 2, 4, .. are each asked for, so that their times are known. Every `probe_every` steps it is
+    one token more than seems best, if that could pay: a proposer that has become better is noticed, also at 0. Lengths
+    depend on measured times, so a sampled text is not fixed by its seed.
 
     Args:
         probe_every: steps from one such try to the next.
@@ -59,26 +64,41 @@ class Adaptive:
     def __init__(self, *, probe_every: int = 8, memory: int = 48) -> None:
         self.probe_every = integer("probe_every", probe_every, 2)
         self.memory = integer("memory", memory, 1)
-        self._run = Record(RUN_MEMORY)
-        self._own: WeakKeyDictionary[Sequence, Record] = WeakKeyDictionary()
+        self._run = Experience(RUN_MEMORY)
+        self._own: WeakKeyDictionary[Sequence, Experience] = WeakKeyDictionary()
         self._costs: dict[int, Costs] = {}  # by requests in a pass
-        self._chosen = 0
         self._tried: Counter[tuple[int, int]] = Counter()  # (requests in a pass, length)
+        self._chosen = 0
+        self._plan = Plan([])
 
     def choose(self, sequences: list[Sequence], longest: int) -> list[int]:
-        self._catch_up(sequences)
-        length = self._unknown(len(sequences), longest) if sequences[0].steps else None  # the first pass is not timed
-        if length is None:
-            self._chosen += 1
-            rates = self._rates(sequences, longest)
-            length = max(range(longest + 1), key=rates.__getitem__)  # of equals the shortest
-            if self._chosen % self.probe_every == 0:
-                length = self._neighbour(sequences, longest, length, rates[length])
-        return [length] * len(sequences)
+        plan = self._plan
+        if not plan.holds_for(sequences):
+            plan = self._plan = Plan(sequences)
+            self._catch_up(sequences)
+            if sequences[0].steps:  # the first pass is not timed
+                length = self._unknown(len(sequences), longest)
+                if length is not None:
+                    plan.steps_left = 0
+                    return [length] * len(sequences)
+        self._chosen += 1
+        states = tuple(bool(sequence.steps) and is_copying(sequence.steps[-1]) for sequence in sequences)
+        if (states, longest) not in plan.lengths:
+            plan.lengths[states, longest] = self._best(sequences, states, longest)
+        best, probe = plan.lengths[states, longest]
+        plan.steps_left -= 1
+        return [probe if self._chosen % self.probe_every == 0 else best] * len(sequences)
+
+    def _best(self, sequences: list[Sequence], states: tuple[bool, ...], longest: int) -> tuple[int, int]:
+        """The length that seems best, of equals the shortest, and what to ask for now and then instead."""
+        gains = self._gains(sequences, states, longest)
+        best = gains.index(max(gains))
+        hope = max(self._gains(sequences, states, longest, sure_behind=best))
+        return best, best + (hope > gains[best])
 
     def _unknown(self, rows: int, longest: int) -> int | None:
         """A length whose cost must be measured; one that the proposer does not come up to is given up."""
-        costs = self._costs.get(rows, Costs())
+        costs = self._costs.setdefault(rows, Costs())
         for length in (longest, 0, *(2**i for i in range(longest.bit_length()))):
             if length <= longest and not costs.knows(length) and self._tried[rows, length] < TRIES:
                 self._tried[rows, length] += 1
@@ -87,47 +107,64 @@ class Adaptive:
 
     def _catch_up(self, sequences: list[Sequence]) -> None:
         """Read the steps made since the last call; those that several requests shared are one pass."""
-        passes: dict[int, list[Step]] = {}
+        new: list[tuple[Experience, Step]] = []
+        drafted: dict[int, int] = {}  # in the widest row, by pass
         for sequence in sequences:
-            own = self._own.setdefault(sequence, Record(self.memory))
-            for step in sequence.steps[own.read :]:
-                own.add(step)
-                self._run.add(step)
-                if step.seconds and not step.prefill:
-                    passes.setdefault(step.rows, []).append(step)
-            own.read = len(sequence.steps)
-        for rows, steps in passes.items():
-            widest = max(steps, key=lambda step: step.drafted)
-            self._costs.setdefault(rows, Costs()).add(widest.drafted, sum(widest.seconds.values()))
+            own = self._own.get(sequence)
+            if own is None:
+                own = self._own[sequence] = Experience(self.memory)
+            for step in sequence.steps[own.steps :]:
+                new.append((own, step))
+                drafted[id(step.seconds)] = max(step.drafted, drafted.get(id(step.seconds), 0))
+        noted = set()
+        for own, step in new:
+            costs, which = self._costs.setdefault(step.rows, Costs()), id(step.seconds)
+            if step.seconds and not step.prefill and which not in noted:
+                noted.add(which)
+                costs.add(drafted[which], sum(step.seconds.values()))
+            time = 0.0 if step.prefill else costs.relative(drafted[which])[-1]
+            self._run.add(step, own.copying, time)
+            own.add(step, own.copying, time)
 
-    def _neighbour(self, sequences: list[Sequence], longest: int, best: int, rate: float) -> int:
-        """One less or one more, in turn; more only if that paid, were everything behind the best length accepted."""
-        if best > 0 and self._chosen // self.probe_every % 2 == 0:
-            return best - 1
-        hope = max(self._rates(sequences, longest, sure_behind=best))
-        return min(best + 1, longest) if hope > rate else best
+    def _gains(
+        self, sequences: list[Sequence], states: tuple[bool, ...], longest: int, sure_behind: int | None = None
+    ) -> list[float]:
+        """Expected tokens less what their time is worth, for 0 .. longest; what is `sure_behind` it is accepted."""
+        own = [self._own[sequence] for sequence in sequences]
+        times = self._costs.setdefault(len(own), Costs()).relative(longest)
+        worth = sum(each.speedup(self._run) for each in own)
+        chances = [each.chances(self._run, at, longest, sure_behind) for each, at in zip(own, states, strict=True)]
+        kept, offered = zip(*chances, strict=True)
+        tokens, time = float(len(own)), 1.0
+        gains = [tokens - worth]
+        for k in range(longest):
+            tokens += sum(row[k] for row in kept)
+            some_row = 1 - math.prod(1 - row[k] for row in offered)  # has more than k tokens, so the pass is wider
+            time += some_row * (times[k + 1] - times[k])
+            gains.append(tokens - worth * time)
+        return gains
 
-    def _rates(self, sequences: list[Sequence], longest: int, sure_behind: int | None = None) -> list[float]:
-        """Expected tokens per second of a pass that asks for 0 .. longest; what is `sure_behind` it is accepted."""
-        costs = self._costs.get(len(sequences), Costs()).up_to(longest)
-        kept, offered = zip(*(self._chances(sequence, longest, sure_behind) for sequence in sequences), strict=True)
-        tokens, seconds = float(len(sequences)), costs[0]
-        rates = [tokens / seconds]
-        for k in range(1, longest + 1):
-            tokens += sum(row[k - 1] for row in kept)
-            some_row = 1 - math.prod(1 - row[k - 1] for row in offered)  # has k tokens, so the pass is that wide
-            seconds += some_row * (costs[k] - costs[k - 1])
-            rates.append(tokens / seconds)
-        return rates
 
-    def _chances(self, sequence: Sequence, longest: int, sure_behind: int | None) -> tuple[list[float], list[float]]:
-        """P(N >= i) and P(drafted >= i) for i = 1 .. longest."""
-        own, run = self._own[sequence], self._run
-        unsure = longest if sure_behind is None else min(longest, sure_behind)
-        kept = expected_like(own.kept, expected(run.kept, unsure))
-        offered = expected_like(own.offered, expected(run.offered, unsure))
-        sure = [1.0] * (longest - unsure)
-        return list(accumulate([*kept, *sure], mul)), list(accumulate([*offered, *sure], mul))
+PLANNED = (
+    4  # steps for which lengths are found at a time: code that runs between two passes is slow to come into caches
+)
+
+
+class Plan:
+    """What to ask for in the next few steps of some requests."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self._sequences = [ref(sequence) for sequence in sequences]
+        self.steps_left = PLANNED
+        self.lengths: dict[tuple[tuple[bool, ...], int], tuple[int, int]] = {}
+
+    def holds_for(self, sequences: list[Sequence]) -> bool:
+        return self.steps_left > 0 and [known() for known in self._sequences] == sequences
+
+
+def is_copying(step: Step) -> bool:
+    """Its draft was accepted to the end."""
+    return 0 < step.drafted == step.accepted
 
 
 TRIES = 2  # to measure the cost of a length
@@ -135,61 +172,91 @@ PRIOR = 0.7  # of acceptance, before anything is known: high enough to try
 PRIOR_TRIES = 2.0  # what the prior of the run's first place weighs, and a place's neighbour before it
 RUN_MEMORY = 300  # tries of the run, as `memory` for a request
 RUN_TRIES = 8.0  # what the run's experience weighs against a request's own
+LIKE_BEFORE = 0.3  # how far the own place before, and not the run's, says what one with few tries does
 
 
-class Record:
-    """By place in a draft: how often it was there, and how often it was there and accepted; if those before it were."""
+class Experience:
+    """Of a request, or of all requests of the run: what became of drafts, and what came of the time."""
 
     def __init__(self, memory: int) -> None:
-        self.read = 0  # steps
+        self.steps = 0
+        self.copying = False  # the last draft was accepted to its end
         self._keep = math.exp(-1 / memory)
-        self.kept: list[Share] = []
-        self.offered: list[Share] = []
+        self._kept = Shares(self._keep), Shares(self._keep)  # [copying]
+        self._offered = Shares(self._keep), Shares(self._keep)
+        self._tokens = self._time = 0.0
 
-    def add(self, step: Step) -> None:
-        """A step tries place i + 1 if it was asked for and the i before it were accepted, or for length, drafted."""
-        while len(self.kept) < step.asked:
-            self.kept.append(Share())
-            self.offered.append(Share())
-        for i in range(min(step.asked, step.accepted + step.extra)):
-            self.kept[i].add(step.accepted > i, self._keep)
-        for i in range(min(step.asked, step.drafted + 1)):
-            self.offered[i].add(step.drafted > i, self._keep)
+    def add(self, step: Step, copying: bool, time: float) -> None:
+        """A step tries place i + 1 if it was asked for and the i before it were accepted, or for length, drafted.
 
+        Args:
+            copying: the request's draft before it was accepted to its end.
+            time: in passes that draft nothing; 0 for one that is not counted.
+        """
+        self.steps += 1
+        self.copying = is_copying(step)
+        self._kept[copying].add(step.accepted, min(step.asked, step.accepted + step.extra))
+        self._offered[copying].add(step.drafted, min(step.asked, step.drafted + 1))
+        if time:
+            self._tokens = self._tokens * self._keep + len(step.tokens)
+            self._time = self._time * self._keep + time
 
-class Share:
-    """Tries and successes, older ones weighing less with every new one."""
+    def speedup(self, run: Experience) -> float:
+        """Tokens for the time of a pass that drafts nothing."""
+        before = (run._tokens + RUN_TRIES) / (run._time + RUN_TRIES)
+        return (self._tokens + RUN_TRIES * before) / (self._time + RUN_TRIES)
 
-    __slots__ = ("successes", "tries")
-
-    def __init__(self) -> None:
-        self.tries = self.successes = 0.0
-
-    def add(self, success: bool, keep: float) -> None:
-        self.tries = self.tries * keep + 1
-        self.successes = self.successes * keep + success
-
-
-def expected(shares: Items[Share], places: int) -> list[float]:
-    """Of so many places; one that was hardly tried does as the one before it."""
-    estimates, estimate = [], PRIOR
-    for i in range(places):
-        if i < len(shares):
-            estimate = _mixed(shares[i], estimate, PRIOR_TRIES)
-        estimates.append(estimate)
-    return estimates
+    def chances(
+        self, run: Experience, at: bool, longest: int, sure_behind: int | None = None
+    ) -> tuple[list[float], list[float]]:
+        """P(N >= i) and P(drafted >= i) of the next step for i = 1 .. longest, `at` as `copying` in `add`."""
+        unsure = longest if sure_behind is None else sure_behind
+        kept = self._kept[at].like(run._kept[at].expected(unsure))
+        offered = self._offered[at].like(run._offered[at].expected(unsure))
+        sure = [1.0] * (longest - unsure)
+        return list(accumulate(kept + sure, mul)), list(accumulate(offered + sure, mul))
 
 
-def expected_like(shares: Items[Share], others: Items[float]) -> list[float]:
-    """Of as many places as `others`, which stand for what has few tries."""
-    return [_mixed(shares[i], p, RUN_TRIES) if i < len(shares) else p for i, p in enumerate(others)]
+class Shares:
+    """By place in a draft: tries and successes, older ones weighing less with every new one."""
 
+    def __init__(self, keep: float) -> None:
+        self._keep = keep
+        self._tries: list[float] = []
+        self._successes: list[float] = []
 
-def _mixed(share: Share, prior: float, weight: float) -> float:
-    return (share.successes + weight * prior) / (share.tries + weight)
+    def add(self, successes: int, tries: int) -> None:
+        """The first `tries` places were tried, the first `successes` of them with success."""
+        keep = self._keep
+        for i in range(tries):
+            if i == len(self._tries):
+                self._tries.append(0.0)
+                self._successes.append(0.0)
+            self._tries[i] = self._tries[i] * keep + 1
+            self._successes[i] = self._successes[i] * keep + (i < successes)
+
+    def expected(self, places: int) -> list[float]:
+        """Of so many places; one that was hardly tried does as the one before it."""
+        estimates, estimate = [], PRIOR
+        for successes, tries in zip(self._successes[:places], self._tries, strict=False):
+            estimate = (successes + PRIOR_TRIES * estimate) / (tries + PRIOR_TRIES)
+            estimates.append(estimate)
+        return estimates + [estimate] * (places - len(estimates))
+
+    def like(self, others: list[float]) -> list[float]:
+        """Of as many places as `others`, which stand for what has few tries, as in part does the own place before."""
+        estimates: list[float] = []
+        for i, prior in enumerate(others):
+            if estimates:
+                prior += LIKE_BEFORE * (estimates[-1] - prior)
+            if i < len(self._tries):
+                prior = (self._successes[i] + RUN_TRIES * prior) / (self._tries[i] + RUN_TRIES)
+            estimates.append(prior)
+        return estimates
 
 
 LATEST = 31  # passes whose median is taken
+RENEWED = 8  # passes after which costs are read off the medians again
 LEVEL = 0.1  # share of what a pass took longer than its length usually does that is put down to the machine
 OUTLIER = 0.3  # of it, in logarithms, at most
 SLOPE = 0.1  # of a pass without drafts, for each drafted token, before it was measured
@@ -206,6 +273,8 @@ class Costs:
         self._seen: dict[int, deque[float]] = {}  # logarithms of seconds at an even speed
         self._usual: dict[int, float] = {}  # their medians
         self._level = 0.0  # logarithm of how slow the machine is now
+        self._passes = 0
+        self._relative: list[float] = []
 
     def add(self, drafted: int, seconds: float) -> None:
         even = math.log(max(seconds, 1e-9)) - self._level
@@ -216,6 +285,9 @@ class Costs:
             even -= change
         seen.append(even)
         self._usual[drafted] = median(seen)
+        self._passes += 1
+        if self._passes % RENEWED == 0 or len(seen) <= TRIES:
+            self._relative = []
 
     def knows(self, drafted: int) -> bool:
         return drafted in self._seen
@@ -224,6 +296,13 @@ class Costs:
         """Expected seconds for 0 .. longest at an even speed; in arbitrary units before any pass was measured."""
         known = sorted((length, math.exp(usual)) for length, usual in self._usual.items())
         return [_on_line(known or [(0, 1.0)], drafted) for drafted in range(longest + 1)]
+
+    def relative(self, longest: int) -> list[float]:
+        """Times for 0 .. longest in passes that draft nothing."""
+        if len(self._relative) <= longest:
+            seconds = self.up_to(longest)
+            self._relative = [each / seconds[0] for each in seconds]
+        return self._relative[: longest + 1]
 
 
 def _on_line(known: Items[tuple[int, float]], drafted: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import specpipe
+from specpipe import draft_length
 from specpipe.audit.exact import largest_difference, output_law, target_law
 from specpipe.audit.tables import FixedProposer, TableProposer, table
 from specpipe.chance import Chance
@@ -94,6 +95,62 @@ def test_a_proposer_that_becomes_better_is_noticed() -> None:
     world.run(Adaptive(), 260)
     assert world.sequence.steps[99].asked <= 1
     assert world.sequence.steps[-2].asked >= LONGEST - 1
+
+
+def in_stretches(step: int) -> int:
+    """A dozen steps in which everything is right, a dozen in which about one token is."""
+    return 99 if step // 12 % 2 else varied(1, 1, 0, 2)(step)
+
+
+STRETCHES = in_stretches, lambda k: 1 + 0.08 * k
+
+
+def test_where_a_text_is_copied_in_stretches_it_beats_every_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = max(World(*STRETCHES).run(Always(k), 600) for k in range(LONGEST + 1))
+    assert World(*STRETCHES).run(Adaptive(), 600) >= 1.05 * fixed
+    monkeypatch.setattr(draft_length, "is_copying", lambda step: False)  # does not tell such steps from others
+    assert World(*STRETCHES).run(Adaptive(), 600) < 1.02 * fixed
+
+
+class Turns:
+    """Nothing at first, then each length in turn."""
+
+    def choose(self, sequences: list[Sequence], longest: int) -> list[int]:
+        return [0 if len(s.steps) < longest else 1 + len(s.steps) % longest for s in sequences]
+
+
+def test_a_token_that_pays_by_itself_is_left_where_its_time_brings_more() -> None:
+    """Half the steps are copied whole. In the others a token is right in one try of three and takes .21 of a pass.
+
+    That is more than nothing, 1.33 / 1.21, but elsewhere the time brings more; where all of it does that is noticed.
+    """
+
+    def right(step: int) -> int:
+        return 99 if step // 60 % 2 else varied(0, 1, 0)(step)
+
+    mixed = World(right, lambda k: 1 + 0.21 * k)
+    for steps, wanted in ((590, LONGEST), (610, 0)):
+        mixed.run(Turns(), steps - len(mixed.sequence.steps))
+        assert Adaptive().choose([mixed.sequence], LONGEST) == [wanted]
+    never_copied = World(varied(0, 1, 0), lambda k: 1 + 0.21 * k)
+    never_copied.run(Turns(), 640)
+    assert Adaptive().choose([never_copied.sequence], LONGEST) == [1]
+
+
+def test_requests_that_share_a_pass_have_one_cost_of_it() -> None:
+    """The time is that of the widest; those with less are no cheaper."""
+    policy = Adaptive()
+    wide, narrow = World(lambda step: 99, FLAT), World(lambda step: 99, FLAT)
+    for number in range(60):
+        asked = policy.choose([wide.sequence, narrow.sequence], LONGEST)[0]
+        seconds = {"verify": FLAT(asked)}
+        for world, drafted in ((wide, asked), (narrow, min(asked, number % 2))):
+            tokens = [0] * (drafted + 1)
+            step = Step(drafted, drafted, tokens, [1.0] * drafted, asked, rows=2, seconds=seconds)
+            world.sequence.steps.append(step)
+    times = policy._costs[2].relative(LONGEST)
+    assert times == pytest.approx([FLAT(k) for k in range(LONGEST + 1)], rel=0.02)
+    assert list(policy._costs) == [2]
 
 
 def test_a_new_request_starts_from_the_experience_of_the_run() -> None:

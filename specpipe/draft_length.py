@@ -7,12 +7,11 @@ depend on it: a length is chosen before anything of the step is drawn.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Sequence as Items
 from itertools import accumulate
 from operator import mul
-from statistics import median
 from typing import Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -82,19 +81,21 @@ class Adaptive:
                     plan.steps_left = 0
                     return [length] * len(sequences)
         self._chosen += 1
-        states = tuple(bool(sequence.steps) and is_copying(sequence.steps[-1]) for sequence in sequences)
-        if (states, longest) not in plan.lengths:
-            plan.lengths[states, longest] = self._best(sequences, states, longest)
-        best, probe = plan.lengths[states, longest]
         plan.steps_left -= 1
-        return [probe if self._chosen % self.probe_every == 0 else best] * len(sequences)
+        states = tuple(bool(sequence.steps) and is_copying(sequence.steps[-1]) for sequence in sequences)
+        if self._chosen % self.probe_every == 0:
+            length = self._probe(sequences, states, longest)
+        else:
+            if (states, longest) not in plan.lengths:
+                plan.lengths[states, longest] = best_of(self._gains(sequences, states, longest))
+            length = plan.lengths[states, longest]
+        return [length] * len(sequences)
 
-    def _best(self, sequences: list[Sequence], states: tuple[bool, ...], longest: int) -> tuple[int, int]:
-        """The length that seems best, of equals the shortest, and what to ask for now and then instead."""
+    def _probe(self, sequences: list[Sequence], states: tuple[bool, ...], longest: int) -> int:
+        """One more than seems best, if that paid were everything behind the best length accepted."""
         gains = self._gains(sequences, states, longest)
-        best = gains.index(max(gains))
-        hope = max(self._gains(sequences, states, longest, sure_behind=best))
-        return best, best + (hope > gains[best])
+        best = best_of(gains)
+        return best + (max(self._gains(sequences, states, longest, sure_behind=best)) > gains[best])
 
     def _unknown(self, rows: int, longest: int) -> int | None:
         """A length whose cost must be measured; one that the proposer does not come up to is given up."""
@@ -134,20 +135,23 @@ class Adaptive:
         times = self._costs.setdefault(len(own), Costs()).relative(longest)
         worth = sum(each.speedup(self._run) for each in own)
         chances = [each.chances(self._run, at, longest, sure_behind) for each, at in zip(own, states, strict=True)]
-        kept, offered = zip(*chances, strict=True)
+        kept, offered = ([*zip(*each, strict=True)] for each in zip(*chances, strict=True))  # longest x requests
         tokens, time = float(len(own)), 1.0
         gains = [tokens - worth]
         for k in range(longest):
-            tokens += sum(row[k] for row in kept)
-            some_row = 1 - math.prod(1 - row[k] for row in offered)  # has more than k tokens, so the pass is wider
+            tokens += sum(kept[k])
+            some_row = 1 - math.prod([1 - p for p in offered[k]])  # has more than k tokens, so the pass is wider
             time += some_row * (times[k + 1] - times[k])
             gains.append(tokens - worth * time)
         return gains
 
 
-PLANNED = (
-    4  # steps for which lengths are found at a time: code that runs between two passes is slow to come into caches
-)
+def best_of(gains: list[float]) -> int:
+    """The best length, of equals the shortest."""
+    return gains.index(max(gains))
+
+
+PLANNED = 4  # steps for which lengths are found at a time, since after a pass all of this has to come into caches
 
 
 class Plan:
@@ -156,7 +160,7 @@ class Plan:
     def __init__(self, sequences: list[Sequence]) -> None:
         self._sequences = [ref(sequence) for sequence in sequences]
         self.steps_left = PLANNED
-        self.lengths: dict[tuple[tuple[bool, ...], int], tuple[int, int]] = {}
+        self.lengths: dict[tuple[tuple[bool, ...], int], int] = {}  # by who is copying, and the longest allowed
 
     def holds_for(self, sequences: list[Sequence]) -> bool:
         return self.steps_left > 0 and [known() for known in self._sequences] == sequences
@@ -270,31 +274,29 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[float]] = {}  # logarithms of seconds at an even speed
-        self._usual: dict[int, float] = {}  # their medians
+        self._latest: dict[int, Latest] = {}  # logarithms of seconds at an even speed, by drafted tokens
         self._level = 0.0  # logarithm of how slow the machine is now
         self._passes = 0
         self._relative: list[float] = []
 
     def add(self, drafted: int, seconds: float) -> None:
         even = math.log(max(seconds, 1e-9)) - self._level
-        seen = self._seen.setdefault(drafted, deque(maxlen=LATEST))
-        if len(seen) >= TRIES:
-            change = LEVEL * max(-OUTLIER, min(OUTLIER, even - self._usual[drafted]))
+        latest = self._latest.setdefault(drafted, Latest())
+        if len(latest.values) >= TRIES:
+            change = LEVEL * max(-OUTLIER, min(OUTLIER, even - latest.median))
             self._level += change
             even -= change
-        seen.append(even)
-        self._usual[drafted] = median(seen)
+        latest.add(even)
         self._passes += 1
-        if self._passes % RENEWED == 0 or len(seen) <= TRIES:
+        if self._passes % RENEWED == 0 or len(latest.values) <= TRIES:
             self._relative = []
 
     def knows(self, drafted: int) -> bool:
-        return drafted in self._seen
+        return drafted in self._latest
 
     def up_to(self, longest: int) -> list[float]:
         """Expected seconds for 0 .. longest at an even speed; in arbitrary units before any pass was measured."""
-        known = sorted((length, math.exp(usual)) for length, usual in self._usual.items())
+        known = sorted((length, math.exp(latest.median)) for length, latest in self._latest.items())
         return [_on_line(known or [(0, 1.0)], drafted) for drafted in range(longest + 1)]
 
     def relative(self, longest: int) -> list[float]:
@@ -303,6 +305,25 @@ class Costs:
             seconds = self.up_to(longest)
             self._relative = [each / seconds[0] for each in seconds]
         return self._relative[: longest + 1]
+
+
+class Latest:
+    """The latest values with their median."""
+
+    def __init__(self) -> None:
+        self.values: deque[float] = deque()
+        self._ascending: list[float] = []
+
+    def add(self, value: float) -> None:
+        if len(self.values) == LATEST:
+            del self._ascending[bisect_left(self._ascending, self.values.popleft())]
+        self.values.append(value)
+        insort(self._ascending, value)
+
+    @property
+    def median(self) -> float:
+        n = len(self._ascending)
+        return (self._ascending[(n - 1) // 2] + self._ascending[n // 2]) / 2
 
 
 def _on_line(known: Items[tuple[int, float]], drafted: int) -> float:

@@ -5,11 +5,11 @@
 
 `words` are of the command line, such as proposer=suffix. A prompt is decoded by all policies at once, step by step, the
 one that is furthest behind next, so that they share what the machine is like at the time; each repeat is a run of its
-own, which knows nothing of those before. By category three figures of tokens/s relative to a
-fixed length: with each pass charged the median time of all passes of its width in all repeats, which compares the
-choices without the noise of the machine; as measured, by the median time of a prompt's repeats, relative to the length
-that is best by those charges; and relative to the one that came out best, which of many noisy figures is too good.
-Prompt passes are not counted.
+own, which knows nothing of those before. By category three figures of tokens/s relative to a fixed length: with each
+pass charged the time of its own draft, in which its length is chosen too, and for the rest the median of all passes of
+its width in all repeats, which compares the choices without the noise of the machine; as measured, by the median time
+of a prompt's repeats, relative to the length that is best by those charges; and relative to the one that came out best,
+which of many noisy figures is too good. Prompt passes are not counted.
 """
 
 from __future__ import annotations
@@ -119,13 +119,20 @@ def report(decoded: dict[str, dict[str, list[Repeats]]]) -> None:
     for step in (
         step for by_name in decoded.values() for each in by_name.values() for r in each for s in r for step in s
     ):
-        seen[step.drafted].append(seconds_of(step))
+        seen[step.drafted].append(seconds_of(step) - step.seconds["draft"])
     typical = {drafted: median(seconds) for drafted, seconds in seen.items()}
+
+    def charge(step: Step) -> float:
+        return step.seconds["draft"] + typical[step.drafted]
+
     print("median ms of a pass by drafted tokens:", {k: round(1000 * typical[k], 2) for k in sorted(typical)})
+    drafting = {name: milliseconds_of_drafts(each) for name, each in pooled(decoded).items()}
+    own, fixed_lengths = drafting.pop("adaptive"), sorted(drafting.values())
+    print(f"mean ms of a draft: adaptive {own:.2f}, fixed lengths {fixed_lengths[0]:.2f} to {fixed_lengths[-1]:.2f}")
     print("                     tokens/s of adaptive relative to the fixed length that is")
     print("                         best by charges, charged   measured      best as measured")
     for category, by_name in [*decoded.items(), ("all", pooled(decoded))]:
-        charged = {name: rate(each, lambda step: typical[step.drafted]) for name, each in by_name.items()}
+        charged = {name: rate(each, charge) for name, each in by_name.items()}
         measured = {name: rate(each, seconds_of) for name, each in by_name.items()}
         fixed = [name for name in by_name if name != "adaptive"]
         best, worst = max(fixed, key=charged.__getitem__), min(fixed, key=charged.__getitem__)
@@ -142,6 +149,12 @@ def pooled(decoded: dict[str, dict[str, list[Repeats]]]) -> dict[str, list[Repea
         for name, each in by_name.items():
             together[name] += each
     return together
+
+
+def milliseconds_of_drafts(prompts: list[Repeats]) -> float:
+    """Mean time of a draft, in which its length is chosen too."""
+    steps = [step for repeats in prompts for steps in repeats for step in steps]
+    return 1000 * sum(step.seconds["draft"] for step in steps) / len(steps)
 
 
 def seconds_of(step: Step) -> float:

@@ -175,8 +175,8 @@ TRIES = 2  # to measure the cost of a length
 PRIOR = 0.7  # of acceptance, before anything is known: high enough to try
 PRIOR_TRIES = 2.0  # what the prior of the run's first place weighs, and a place's neighbour before it
 RUN_MEMORY = 300  # tries of the run, as `memory` for a request
-RUN_TRIES = 8.0  # what the run's experience weighs against a request's own
-LIKE_BEFORE = 0.3  # how far the own place before, and not the run's, says what one with few tries does
+RUN_TRIES = 12.0  # what the run's experience weighs against a request's own
+LIKE_BEFORE = 0.4  # how far the own place before, and not the run's, says what one with few tries does
 
 
 class Experience:

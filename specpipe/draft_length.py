@@ -73,8 +73,8 @@ class Adaptive:
     def choose(self, sequences: list[Sequence], longest: int) -> list[int]:
         plan = self._plan
         if not plan.holds_for(sequences):
+            self._catch_up(list(dict.fromkeys([*plan.sequences(), *sequences])))  # of a shared pass all that is there
             plan = self._plan = Plan(sequences)
-            self._catch_up(sequences)
             if sequences[0].steps:  # the first pass is not timed
                 length = self._unknown(len(sequences), longest)
                 if length is not None:
@@ -158,12 +158,16 @@ class Plan:
     """What to ask for in the next few steps of some requests."""
 
     def __init__(self, sequences: list[Sequence]) -> None:
-        self._sequences = [ref(sequence) for sequence in sequences]
-        self.steps_left = PLANNED
+        self._references = [ref(sequence) for sequence in sequences]  # a finished request is not kept
+        self.steps_left = PLANNED if sequences and sequences[0].steps else 1  # a first pass says much, and has no time
         self.lengths: dict[tuple[tuple[bool, ...], int], int] = {}  # by who is copying, and the longest allowed
 
+    def sequences(self) -> list[Sequence]:
+        """Those that are still there."""
+        return [sequence for reference in self._references if (sequence := reference()) is not None]
+
     def holds_for(self, sequences: list[Sequence]) -> bool:
-        return self.steps_left > 0 and [known() for known in self._sequences] == sequences
+        return self.steps_left > 0 and self.sequences() == sequences
 
 
 def is_copying(step: Step) -> bool:

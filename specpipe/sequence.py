@@ -32,8 +32,8 @@ class Step:
     emitted, then `extra` (0 or 1) more. `overlaps` holds sum_x min(p, q) of each verified position; `has_q`: the draft
     came with the laws it was drawn from; `logprobs` has an entry per emitted token where they were asked for,
     `draft_token_ids`, `log_p` and `log_q` one per draft where drafts are scored (its id, and the natural logarithms of
-    its probability under target and proposer); `seconds` is the time by part of the pass, one
-    dict for all `rows` requests that shared it; `source` names the member that drafted, where a proposer has several.
+    its probability under target and proposer); `seconds` is the time by part of the pass, one dict
+    for all `rows` requests that shared it; `source` names the member that drafted, where a proposer has several.
     """
 
     drafted: int

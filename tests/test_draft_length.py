@@ -153,6 +153,20 @@ def test_requests_that_share_a_pass_have_one_cost_of_it() -> None:
     assert list(policy._costs) == [2]
 
 
+def test_what_a_finished_request_drafted_counts_for_the_passes_it_was_in() -> None:
+    """The wide row of each pass is done before its steps are read; the others' pass was as wide all the same."""
+    policy = Adaptive()
+    wide, narrow = World(lambda step: 99, FLAT), World(lambda step: 99, FLAT)
+    both, seconds = [wide.sequence, narrow.sequence], {"verify": FLAT(LONGEST)}
+    policy.choose(both, LONGEST)
+    for world, drafted in ((wide, LONGEST), (narrow, 1)):
+        step = Step(drafted, drafted, [0] * (drafted + 1), [1.0] * drafted, LONGEST, rows=2, seconds=seconds)
+        world.sequence.steps.append(step)
+    policy.choose([narrow.sequence], LONGEST)
+    assert policy._costs[2].knows(LONGEST)
+    assert not policy._costs[2].knows(1)
+
+
 def test_a_new_request_starts_from_the_experience_of_the_run() -> None:
     policy = Adaptive()
     World(lambda step: 0, STEEP).run(policy, 100)
